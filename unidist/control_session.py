@@ -1,0 +1,190 @@
+"""What the control server knows of one job: who came where, who failed, who ended, what was stored. No sockets."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from unidist.wire import Message
+
+Reply = Callable[[Message], None]
+
+
+@dataclass
+class Arrival:
+    """One rank that waits in a gather or for a key."""
+
+    name: str
+    payload: str
+    timeout: float
+    reply: Reply
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.timeout
+
+
+class Session:
+    """The n-th gather of every rank is one round, whatever it is called; a round ends complete or given up, for all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.failed: dict[int, str] = {}
+        self.ended: set[int] = set()
+        self.joined: set[int] = set()
+        self.left: set[int] = set()
+        self.inside: dict[int, str] = {}
+        self.watchers: dict[int, Reply] = {}
+        self._rounds: dict[int, dict[int, Arrival]] = {}
+        self._position = [0] * size
+        self._given_up: dict[int, Message] = {}
+        self._values: dict[str, str] = {}
+        self._getters: list[Arrival] = []
+
+    def gather(self, rank: int, arrival: Arrival) -> None:
+        """`rank` came to its next round."""
+        number = self._position[rank]
+        self._position[rank] += 1
+        late = self._given_up.get(number)
+        if late is not None:
+            arrival.reply(_late(rank, arrival.name, late))
+            self._forget()
+            return
+        came = self._rounds.setdefault(number, {})
+        came[rank] = arrival
+        if len(came) == self.size:
+            self._complete(number)
+            return
+        gone = [other for other in (*self.failed, *sorted(self.ended)) if other not in came]
+        if gone:
+            self._give_up(number, self._gone(gone[0], arrival.name))
+
+    def fail(self, rank: int, text: str) -> None:
+        """`rank` failed or died: those that wait for it learn it now, later ones when they come. The first text stays."""
+        if rank in self.failed:
+            return
+        self.failed[rank] = text
+        self.inside.pop(rank, None)
+        for other, watcher in self.watchers.items():
+            if other != rank:
+                watcher({"event": "failed", "rank": rank, "text": text})
+        self._abandon(rank)
+        waiting, self._getters = self._getters, []
+        for getter in waiting:
+            getter.reply(self._gone(rank, f"get({getter.name!r})"))
+
+    def end(self, rank: int) -> None:
+        """`rank` says goodbye; it will come to no round any more. A failure that it posted before stays one."""
+        self.left.add(rank)
+        if rank not in self.failed and rank not in self.ended:
+            self.ended.add(rank)
+            self.inside.pop(rank, None)
+            self._abandon(rank)
+
+    def gone(self, rank: int) -> bool:
+        return rank in self.failed or rank in self.ended
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
+        ready = [getter for getter in self._getters if getter.name == key]
+        self._getters = [getter for getter in self._getters if getter.name != key]
+        for getter in ready:
+            getter.reply({"value": value})
+
+    def get(self, getter: Arrival) -> None:
+        if getter.name in self._values:
+            getter.reply({"value": self._values[getter.name]})
+        elif self.failed:
+            getter.reply(self._gone(next(iter(self.failed)), f"get({getter.name!r})"))
+        else:
+            self._getters.append(getter)
+
+    def deadline(self) -> float | None:
+        """When the next wait ends; None when nobody waits."""
+        ends = [arrival.deadline for came in self._rounds.values() for arrival in came.values()]
+        ends += [getter.deadline for getter in self._getters]
+        return min(ends, default=None)
+
+    def expire(self, now: float) -> None:
+        """Ends the waits whose time is over."""
+        for number, came in list(self._rounds.items()):
+            over = [arrival for arrival in came.values() if arrival.deadline <= now]
+            if over:
+                self._give_up(number, self._timed_out(came, over[0]))
+        late = [getter for getter in self._getters if getter.deadline <= now]
+        self._getters = [getter for getter in self._getters if getter.deadline > now]
+        for getter in late:
+            text = f"no rank set the key {getter.name!r} within {getter.timeout:g} s"
+            getter.reply({"error": "timeout", "text": text})
+
+    def who(self) -> dict[int, str]:
+        """The ranks that are known to wait, and in what: here, or as their watchdogs told."""
+        here = {rank: arrival.name for came in self._rounds.values() for rank, arrival in came.items()}
+        return {**self.inside, **here}
+
+    def _complete(self, number: int) -> None:
+        came = self._rounds.pop(number)
+        names = {rank: came[rank].name for rank in sorted(came)}
+        if len(set(names.values())) > 1:
+            answer: Message = {"error": "mismatch", "text": f"the ranks called different operations: {calls(names)}"}
+        else:
+            answer = {"values": [came[rank].payload for rank in sorted(came)]}
+        for arrival in came.values():
+            arrival.reply(answer)
+
+    def _abandon(self, rank: int) -> None:
+        for number, came in list(self._rounds.items()):
+            if rank not in came:
+                self._give_up(number, self._gone(rank, next(iter(came.values())).name))
+        self._forget()
+
+    def _give_up(self, number: int, answer: Message) -> None:
+        came = self._rounds.pop(number)
+        self._given_up[number] = answer
+        for arrival in came.values():
+            arrival.reply(answer)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops the given-up rounds that no living rank can still come to."""
+        living = [self._position[rank] for rank in range(self.size) if not self.gone(rank)]
+        oldest = min(living, default=0)
+        self._given_up = {number: answer for number, answer in self._given_up.items() if number >= oldest}
+
+    def _gone(self, rank: int, name: str) -> Message:
+        if rank in self.failed:
+            return {"error": "failed", "text": f"rank {rank} failed while {name} waited for it: {self.failed[rank]}"}
+        return {"error": "failed", "text": f"rank {rank} ended, without an error, before it came to {name}"}
+
+    def _timed_out(self, came: dict[int, Arrival], over: Arrival) -> Message:
+        missing = [rank for rank in range(self.size) if rank not in came]
+        inside = {rank: self.inside[rank] for rank in missing if rank in self.inside}
+        where = f" ({', '.join(f'rank {rank} is in {name}' for rank, name in inside.items())})" if inside else ""
+        text = f"{over.name} was not complete after {over.timeout:g} s: {ranks(came)} came, {ranks(missing)} did not{where}"
+        return {"error": "timeout", "text": text}
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 1` or `ranks 0, 2`; past twelve only the first ten and how many more."""
+    ordered = sorted(numbers)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 12:
+        return f"ranks {', '.join(map(str, ordered[:10]))} and {len(ordered) - 10} more"
+    return f"ranks {', '.join(map(str, ordered))}"
+
+
+def calls(names: dict[int, str]) -> str:
+    """`rank 0 called all_reduce, rank 1 broadcast`, with the ranks of one name together."""
+    by_name: dict[str, list[int]] = {}
+    for rank, name in names.items():
+        by_name.setdefault(name, []).append(rank)
+    (first, numbers), *others = by_name.items()
+    return ", ".join([f"{ranks(numbers)} called {first}", *(f"{ranks(them)} {name}" for name, them in others)])
+
+
+def _late(rank: int, name: str, answer: Message) -> Message:
+    """What a rank gets that comes to a round which the others have left."""
+    if answer["error"] == "failed":
+        return answer
+    return {**answer, "text": f"rank {rank} came to {name} when the others had given up: {answer['text']}"}
