@@ -122,6 +122,7 @@ def init(
         if _current._request != request:
             raise RuntimeError(f"unidist was initialised with {_told(_current._request)}, now with {_told(request)}; call unidist.shutdown() before")
         return _current
+    timeout = float(os.environ.get("UNIDIST_TRAIN_TIMEOUT") or timeout)
     if not timeout > 0:
         raise ValueError(f"timeout is a number of seconds above 0, not {timeout!r}")
     told = _launcher_num_devices() if num_devices is None else num_devices
@@ -203,12 +204,15 @@ def _present(allowed: list[str]) -> str:
 def _start(choice: tuple[str | None, str], settings: Settings) -> Backend:
     """The started backend; what goes wrong on one rank is told to the others."""
     from unidist.control import connect, report_uncaught
-    from unidist.world import read_world
+    from unidist.world import read_world, with_hosts
 
     name, framework = choice
+    world = read_world(os.environ)
+    if name is None and world.launcher == "horovodrun":
+        name = "horovod"
     cls = registry.find(framework, name or _several(framework)).load()
     adopted = cls._adopted()
-    world = adopted or read_world(os.environ)
+    world = adopted or world
     if name is None and world.size == 1 and not _has_devices(framework, settings):
         cls = registry.find(framework, "local").load()
     if world.size > 1 and "processes" not in cls.abilities:
@@ -216,6 +220,7 @@ def _start(choice: tuple[str | None, str], settings: Settings) -> Backend:
     control = connect(world, os.environ, settings.timeout, meet=cls._meet if adopted else None)
     try:
         _agree(control, cls, settings)
+        world = with_hosts(world, control.hosts)
         backend = cls(world, control, settings)
         backend._start()
     except BaseException as error:
@@ -242,6 +247,11 @@ def _has_devices(framework: str, settings: Settings) -> bool:
 
 def _one_process_only(cls: type[Backend], world: World) -> str:
     others = [e.name for e in registry.entries() if e.framework == cls.framework and not e.one_process]
+    if world.launcher == "torchrun" and cls.framework == "tensorflow":
+        return (
+            f"torchrun started {world.size} processes, but the framework here is tensorflow; with Keras set KERAS_BACKEND=torch before it "
+            "is imported, or use backend='horovod'"
+        )
     return (
         f"backend {cls.name!r} of {cls.framework} drives all its devices from one process, but {world.launcher} started "
         f"{world.size}; start one, or use {' or '.join(map(repr, others))}"

@@ -146,7 +146,7 @@ class Control:
         """One request and its answer; answers to requests that were given up (Ctrl-C) are passed over."""
         if self._stream is None or self._closed or self._pid != os.getpid():
             raise NotInitializedError(f"the control plane of rank {self.rank} is closed, or belongs to the parent of this process")
-        name = message.get("name", message["op"])
+        name = str(message.get("name", message["op"]))
         with self._asking:
             number = next(self._numbers)
             deadline = time.monotonic() + timeout + _SLACK

@@ -10,12 +10,11 @@ import time
 from typing import Any
 
 from unidist.control_session import Arrival, Reply, Session
-from unidist.wire import Message, close_in_children, decode, encode
+from unidist.wire import MAX_FRAME, Message, close_in_children, decode, encode
 
 _HELLO_LIMIT = 4096  # bytes; nothing longer is read from someone who has not shown the token
 _HELLO_SECONDS = 10.0
 _REPORT_SECONDS = 1.0  # for the launcher to say how a rank ended whose connection broke
-_FRAME_LIMIT = (1 << 32) - 1
 _CHUNK = 1 << 18
 
 
@@ -166,9 +165,9 @@ class Server:
             return
         peer.incoming += data
         try:
-            for message in decode(peer.incoming, _FRAME_LIMIT if peer.session else _HELLO_LIMIT):
+            for message in decode(peer.incoming, MAX_FRAME if peer.session else _HELLO_LIMIT):
                 self._handle(peer, message)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._drop(peer)
 
     def _handle(self, peer: _Peer, message: Message) -> None:

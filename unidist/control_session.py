@@ -24,6 +24,19 @@ class Arrival:
         return self.since + self.timeout
 
 
+@dataclass
+class Round:
+    """The ranks that came to one gather, and when the first of them gives up."""
+
+    came: dict[int, Arrival] = field(default_factory=dict)
+    first: Arrival | None = None
+
+    def add(self, rank: int, arrival: Arrival) -> None:
+        self.came[rank] = arrival
+        if self.first is None or arrival.deadline < self.first.deadline:
+            self.first = arrival
+
+
 class Session:
     """The n-th gather of every rank is one round, whatever it is called; a round ends complete or given up, for all."""
 
@@ -35,7 +48,7 @@ class Session:
         self.left: set[int] = set()
         self.inside: dict[int, str] = {}
         self.watchers: dict[int, Reply] = {}
-        self._rounds: dict[int, dict[int, Arrival]] = {}
+        self._rounds: dict[int, Round] = {}
         self._position = [0] * size
         self._given_up: dict[int, Message] = {}
         self._values: dict[str, str] = {}
@@ -50,12 +63,12 @@ class Session:
             arrival.reply(_late(rank, arrival.name, late))
             self._forget()
             return
-        came = self._rounds.setdefault(number, {})
-        came[rank] = arrival
-        if len(came) == self.size:
+        this = self._rounds.setdefault(number, Round())
+        this.add(rank, arrival)
+        if len(this.came) == self.size:
             self._complete(number)
             return
-        gone = [other for other in (*self.failed, *sorted(self.ended)) if other not in came]
+        gone = [other for other in (*self.failed, *sorted(self.ended)) if other not in this.came]
         if gone:
             self._give_up(number, self._gone(gone[0], arrival.name))
 
@@ -101,45 +114,44 @@ class Session:
 
     def deadline(self) -> float | None:
         """When the next wait ends; None when nobody waits."""
-        ends = [arrival.deadline for came in self._rounds.values() for arrival in came.values()]
+        ends = [this.first.deadline for this in self._rounds.values() if this.first is not None]
         ends += [getter.deadline for getter in self._getters]
         return min(ends, default=None)
 
     def expire(self, now: float) -> None:
         """Ends the waits whose time is over."""
-        for number, came in list(self._rounds.items()):
-            over = [arrival for arrival in came.values() if arrival.deadline <= now]
-            if over:
-                self._give_up(number, self._timed_out(came, over[0]))
+        for number, this in list(self._rounds.items()):
+            if this.first is not None and this.first.deadline <= now:
+                self._give_up(number, self._timed_out(this.came, this.first))
         late = [getter for getter in self._getters if getter.deadline <= now]
         self._getters = [getter for getter in self._getters if getter.deadline > now]
         for getter in late:
-            text = f"no rank set the key {getter.name!r} within {getter.timeout:g} s"
+            text = f"no rank set the key {getter.name!r} within {getter.timeout:.3g} s"
             getter.reply({"error": "timeout", "text": text})
 
     def who(self) -> dict[int, str]:
         """The ranks that are known to wait, and in what: here, or as their watchdogs told."""
-        here = {rank: arrival.name for came in self._rounds.values() for rank, arrival in came.items()}
+        here = {rank: arrival.name for this in self._rounds.values() for rank, arrival in this.came.items()}
         return {**self.inside, **here}
 
     def _complete(self, number: int) -> None:
-        came = self._rounds.pop(number)
+        came = self._rounds.pop(number).came
         names = {rank: came[rank].name for rank in sorted(came)}
         if len(set(names.values())) > 1:
             answer: Message = {"error": "mismatch", "text": f"the ranks called different operations: {calls(names)}"}
         else:
             answer = {"values": [came[rank].payload for rank in sorted(came)]}
-        for arrival in came.values():
-            arrival.reply(answer)
+        for rank in sorted(came, reverse=True):  # rank 0 may be in the server's process: once awake, it competes for the GIL
+            came[rank].reply(answer)
 
     def _abandon(self, rank: int) -> None:
-        for number, came in list(self._rounds.items()):
-            if rank not in came:
-                self._give_up(number, self._gone(rank, next(iter(came.values())).name))
+        for number, this in list(self._rounds.items()):
+            if rank not in this.came:
+                self._give_up(number, self._gone(rank, next(iter(this.came.values())).name))
         self._forget()
 
     def _give_up(self, number: int, answer: Message) -> None:
-        came = self._rounds.pop(number)
+        came = self._rounds.pop(number).came
         self._given_up[number] = answer
         for arrival in came.values():
             arrival.reply(answer)
@@ -160,7 +172,7 @@ class Session:
         missing = [rank for rank in range(self.size) if rank not in came]
         inside = {rank: self.inside[rank] for rank in missing if rank in self.inside}
         where = f" ({', '.join(f'rank {rank} is in {name}' for rank, name in inside.items())})" if inside else ""
-        text = f"{over.name} was not complete after {over.timeout:g} s: {ranks(came)} came, {ranks(missing)} did not{where}"
+        text = f"{over.name} was not complete after {over.timeout:.3g} s: {ranks(came)} came, {ranks(missing)} did not{where}"
         return {"error": "timeout", "text": text}
 
 

@@ -33,7 +33,7 @@ from unidist.horovod_target import Target, check_tools, find_distribution, find_
 RUNTIME_NEEDS = ("cloudpickle", "psutil", "pyyaml", "cffi", "packaging", "setuptools")
 BUILD_NEEDS = (*RUNTIME_NEEDS, "wheel")
 LOG_TAIL = 30
-ERROR = re.compile(r"\b[Ee]rror: |CMake Error|\*\*\*")
+ERROR = re.compile(r"\berror: |CMake Error")
 PERCENT = re.compile(rb"\[ *(\d+)%\]")
 
 Report = Callable[[float, int | None], None]  # seconds since the start, percent of the compilation or None before it
@@ -51,9 +51,7 @@ def find_wheel(target: Target, *directories: Path | None) -> Path | None:
     return next((wheel for folder in directories if folder for wheel in sorted(folder.glob(pattern))), None)
 
 
-def obtain_wheel(
-    target: Target, report: Report, wheel_directory: Path | None = None, on_wait: Callable[[], None] = lambda: None
-) -> Path:
+def obtain_wheel(target: Target, report: Report, wheel_directory: Path | None = None, on_wait: Callable[[], None] = lambda: None) -> Path:
     """The wheel for `target`, from the cache or `wheel_directory` if one of them has it, else built now.
 
     `on_wait` is called when another process builds the same wheel. With `wheel_directory` the wheel is put there too.
@@ -66,9 +64,7 @@ def obtain_wheel(
             if wheel is None:
                 wheel = build_wheel(target, directory, report)
     except PermissionError as error:
-        raise LaunchError(
-            f"{error.filename} can't be written ({error.strerror}): set XDG_CACHE_HOME to a folder of yours"
-        ) from error
+        raise LaunchError(f"{error.filename} can't be written ({error.strerror}): set XDG_CACHE_HOME to a folder of yours") from error
     if wheel_directory and wheel.parent != wheel_directory:
         wheel_directory.mkdir(parents=True, exist_ok=True)
         wheel = Path(shutil.copy2(wheel, wheel_directory))
@@ -100,7 +96,7 @@ def build_wheel(target: Target, directory: Path, report: Report) -> Path:
         apply_edits(source)
         command = [*pip_command(), "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
         command += ["--wheel-dir", str(temporary / "wheel"), str(source)]
-        environment = build_environment(target, temporary) | {"PATH": path}
+        environment = build_environment(target, directory) | {"PATH": path}
         run_logged(command, environment, directory / "build.log", report)
         built = find_wheel(target, temporary / "wheel")
         if built is None:
@@ -110,8 +106,11 @@ def build_wheel(target: Target, directory: Path, report: Report) -> Path:
         return partial.rename(directory / built.name)
 
 
-def build_environment(target: Target, temporary: Path) -> dict[str, str]:
-    """The variables of the build: the user's, without those that would change what is built, and the fixed ones."""
+def build_environment(target: Target, directory: Path) -> dict[str, str]:
+    """The variables of the build: the user's, without those that would change what is built, and the fixed ones.
+
+    A GPU build finds NCCL through links in `directory`, which stays.
+    """
     decided = ("HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU_OPERATIONS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(decided)}
     environment |= SETTINGS | {"HOROVOD_LOCAL_VERSION": target.local_version}
@@ -119,26 +118,37 @@ def build_environment(target: Target, temporary: Path) -> dict[str, str]:
     for name, switch in FRAMEWORK_SWITCHES.items():
         environment[f"HOROVOD_{'WITH' if name in wanted else 'WITHOUT'}_{switch}"] = "1"
     if target.cuda:
-        environment |= CUDA_SETTINGS | cuda_folders(temporary)
+        environment |= CUDA_SETTINGS | cuda_settings(directory)
     environment.setdefault("MAKEFLAGS", f"-j{min(num_cores(), 8)}")
     return environment
 
 
-def cuda_folders(temporary: Path) -> dict[str, str]:
+def cuda_settings(directory: Path) -> dict[str, str]:
     """Where nvcc and NCCL are: the NCCL that pip installed for the framework if there is one, else the system's."""
-    folders = {}
+    settings = {}
     nvcc = find_nvcc()
-    if nvcc is not None and shutil.which("nvcc") is None:
-        folders["HOROVOD_CUDA_HOME"] = str(nvcc.parent.parent)
+    if nvcc is not None and str(nvcc) != shutil.which("nvcc"):
+        settings["HOROVOD_CUDA_HOME"] = str(nvcc.parent.parent)
     nccl = find_nccl()
     if nccl is not None and "HOROVOD_NCCL_HOME" not in os.environ:
-        # pip's package has libnccl.so.2 only; the linker wants libnccl.so
-        home = temporary / "nccl"
-        (home / "lib").mkdir(parents=True)
-        (home / "include").symlink_to(nccl / "include")
-        (home / "lib" / "libnccl.so").symlink_to(nccl / "lib" / "libnccl.so.2")
-        folders |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
-    return folders
+        settings |= {"HOROVOD_NCCL_HOME": str(link_nccl(nccl, directory / "nccl")), "HOROVOD_NCCL_LINK": "SHARED"}
+        # the built libraries look for it where pip puts it; TensorFlow, unlike PyTorch, has not loaded it before them
+        run_path = "-Wl,-rpath,'$ORIGIN/../../nvidia/nccl/lib'"
+        settings["LDFLAGS"] = f"{os.environ.get('LDFLAGS', '')} {run_path}".strip()
+    return settings
+
+
+def link_nccl(nccl: Path, home: Path) -> Path:
+    """A folder as the build wants it: pip's package has libnccl.so.2 only, and the linker asks for libnccl.so.
+
+    CMake writes this folder into the libraries, as a place to look for NCCL, so it must not be one that others can create.
+    """
+    shutil.rmtree(home, ignore_errors=True)
+    (home / "lib").mkdir(parents=True)
+    (home / "include").symlink_to(nccl / "include")
+    for name in ("libnccl.so", "libnccl.so.2"):
+        (home / "lib" / name).symlink_to(nccl / "lib" / "libnccl.so.2")
+    return home
 
 
 def find_nccl() -> Path | None:
@@ -159,9 +169,7 @@ def run_logged(command: Sequence[str], environment: dict[str, str], log: Path, r
     """Run to the end, all output in `log`, `report` called twice a second; a failure shows a part of the log."""
     start = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         while process.poll() is None:
             report(time.monotonic() - start, compiled_percent(log))
@@ -175,10 +183,11 @@ def run_logged(command: Sequence[str], environment: dict[str, str], log: Path, r
 
 
 def log_excerpt(log: Path) -> str:
-    """The first lines that speak of an error, then the last lines; the commands among them are cut short."""
+    """The first error and what follows it, then the last lines; commands, thousands of characters long, are cut."""
     lines = [line[:200] for line in log.read_text(errors="replace").splitlines()]
-    errors = [line for line in lines[:-LOG_TAIL] if ERROR.search(line)][:10]
-    return "\n".join([*errors, "[...]", *lines[-LOG_TAIL:]] if errors else lines[-LOG_TAIL:])
+    first = next((number for number, line in enumerate(lines[:-LOG_TAIL]) if ERROR.search(line)), None)
+    start = [] if first is None else [*lines[first : first + 5], "[...]"]
+    return "\n".join(start + lines[-LOG_TAIL:])
 
 
 def compiled_percent(log: Path) -> int | None:
@@ -234,7 +243,6 @@ def pip_command() -> list[str]:
     bundled = sorted(Path(str(ensurepip.origin)).parent.glob("_bundled/pip-*.whl")) if ensurepip else []
     if not bundled:
         raise MissingDependencyError(
-            f"downloading Horovod's source needs pip, and {sys.executable} has none: `python -m ensurepip`, or with uv "
-            "`uv pip install pip`"
+            f"downloading Horovod's source needs pip, and {sys.executable} has none: `python -m ensurepip`, or with uv `uv pip install pip`"
         )
     return [sys.executable, str(bundled[-1] / "pip")]

@@ -6,8 +6,8 @@ source distribution is fetched through the user's own pip, unpacked afresh, and 
 
 import hashlib
 import re
+import shutil
 import subprocess
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,5 @@ def download(pip: Sequence[str], directory: Path) -> Path:
 
 def unpack(archive: Path, directory: Path) -> Path:
     """Unpack into `directory`, the source's root is returned; CMake can't configure the same tree twice."""
-    with tarfile.open(archive) as tar:
-        tar.extractall(directory, filter="data")
+    shutil.unpack_archive(archive, directory)
     return directory / f"horovod-{VERSION}"

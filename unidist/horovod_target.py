@@ -119,13 +119,11 @@ def gpu_visible() -> bool:
 
 
 def find_nvcc() -> Path | None:
-    """The CUDA compiler where Horovod's build looks for it: PATH, the named toolkit folders, the usual one."""
-    found = shutil.which("nvcc")
-    if found:
-        return Path(found)
-    homes = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    compilers = [Path(home, "bin", "nvcc") for home in homes if home]
-    return next(filter(Path.exists, compilers), None)
+    """The CUDA compiler: of the toolkit that HOROVOD_CUDA_HOME or CUDA_HOME names, on PATH, or in the usual folder."""
+    homes = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
+    named = [str(Path(home, "bin", "nvcc")) for home in homes if home]
+    found = [shutil.which(program) for program in (*named, "nvcc", "/usr/local/cuda/bin/nvcc")]
+    return next((Path(program) for program in found if program), None)
 
 
 def choose_cuda(frameworks: Sequence[Framework], *, gpu: bool, nvcc: Path | None, cpu: bool) -> str | None:
@@ -138,9 +136,7 @@ def choose_cuda(frameworks: Sequence[Framework], *, gpu: bool, nvcc: Path | None
         return None
     if len(versions) < len(frameworks):
         kinds = " and ".join(f"{f.name} for {'CUDA ' + f.cuda if f.cuda else 'the CPU only'}" for f in frameworks)
-        raise LaunchError(
-            f"{kinds}: one Horovod can't serve both; install the CUDA build of both, or pass --cpu for a CPU build"
-        )
+        raise LaunchError(f"{kinds}: one Horovod can't serve both; install the CUDA build of both, or pass --cpu for a CPU build")
     if nvcc is None:
         raise MissingDependencyError(
             "this machine has a GPU, but no nvcc (the CUDA compiler) is on PATH or in $HOROVOD_CUDA_HOME/bin: "

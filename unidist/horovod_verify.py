@@ -128,9 +128,7 @@ def worker_environment(rank: int, port: int, timeout: float) -> dict[str, str]:
 def start_worker(program: str, environment: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":
     """Start one worker, its output in `log`, away from the current folder, whose files could hide the frameworks."""
     with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-c", program], env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent
-        )
+        return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent)
 
 
 def wait(workers: Sequence["subprocess.Popen[bytes]"], deadline: float) -> list[int | None]:

@@ -71,10 +71,10 @@ def serve(world: World, place: Meeting, generation: int) -> Server:
 
 def reach(place: Meeting, server: Server | None, hello: Message, deadline: float) -> tuple[str, Stream]:
     """The server's address and a connection to it; waits for rank 0 until the deadline."""
-    start, problem = time.monotonic(), ""
     if server is not None:
-        address = f"{place.bind or '127.0.0.1'}:{server.port}/{server.token}"
-        return address, open_stream(address, hello, deadline)
+        own = f"{place.bind or '127.0.0.1'}:{server.port}/{server.token}"
+        return own, open_stream(own, hello, deadline)
+    start, problem = time.monotonic(), ""
     while (left := deadline - time.monotonic()) > 0:
         try:
             address = place.lookup(left)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import struct
 import time
@@ -13,6 +14,8 @@ Message = dict[str, Any]
 _LENGTH = struct.Struct("!I")
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _CHUNK = 1 << 16
+_SEND_SECONDS = 30.0
+MAX_FRAME = (1 << 32) - 1
 
 
 class _Closable(Protocol):
@@ -65,32 +68,42 @@ def decode(buffer: bytearray, limit: int) -> list[Message]:
 
 
 class Stream:
-    """One blocking connection to the server; what was read in part survives a timeout or Ctrl-C in between."""
+    """A client's connection: one thread may receive while another sends, and a part that was read survives Ctrl-C."""
 
-    def __init__(self, connection: socket.socket, limit: int = (1 << 32) - 1) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
         self._socket = connection
-        self._limit = limit
         self._buffer = bytearray()
         self._ready: list[Message] = []
         close_in_children(self)
 
     def send(self, message: Message) -> None:
-        """Raises OSError when the server is gone."""
-        self._socket.settimeout(None)
-        self._socket.sendall(encode(message))
+        """Raises OSError when the server is gone or does not read."""
+        data = memoryview(encode(message))
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, _SEND_SECONDS)
 
     def receive(self, timeout: float) -> Message:
         """The next message; TimeoutError when none is complete in time, ConnectionError when the server is gone."""
         deadline = time.monotonic() + timeout
         while not self._ready:
-            self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
+            self._wait(select.POLLIN, deadline - time.monotonic())
             data = self._socket.recv(_CHUNK)
             if not data:
                 raise ConnectionResetError("the server closed the connection")
             self._buffer += data
-            self._ready = decode(self._buffer, self._limit)
+            self._ready = decode(self._buffer, MAX_FRAME)
         return self._ready.pop(0)
+
+    def _wait(self, event: int, seconds: float) -> None:
+        poll = select.poll()  # not select(), which can't take the descriptors above 1023 of a busy process
+        poll.register(self._socket, event)
+        if not poll.poll(max(seconds, 0.0) * 1000):
+            raise TimeoutError("the server of the control plane does not answer")
 
     def close(self) -> None:
         """Closes the connection."""

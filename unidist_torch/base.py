@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -94,6 +95,13 @@ class TorchBackend(Backend):
             from unidist_torch.keras import adapt_model
 
             adapt_model(model, self)
+
+    @functools.cached_property
+    def fit(self) -> Any:
+        """What a running Keras fit tells the exchange."""
+        from unidist_keras.fit import FitState
+
+        return FitState()
 
     def _sync_batchnorm(self, model: torch.nn.Module) -> None:
         """Replace BatchNorm layers by synchronised ones where there is more than one process."""

@@ -37,9 +37,7 @@ EDITED = {
     "horovod/torch/CMakeLists.txt": (
         "if (HAVE_CUDA AND NOT Pytorch_CUDA)\n    message(FATAL_ERROR)\nendif()\n    set(CMAKE_CXX_STANDARD 20)\n"
     ),
-    "horovod/tensorflow/CMakeLists.txt": (
-        'set(CMAKE_CXX_STANDARD 20)\nlist(APPEND S "mpi_ops.cc")\nset_output_dir()\n'
-    ),
+    "horovod/tensorflow/CMakeLists.txt": ('set(CMAKE_CXX_STANDARD 20)\nlist(APPEND S "mpi_ops.cc")\nset_output_dir()\n'),
     "horovod/common/gloo/gloo_controller.cc": "  global_ranks_.resize(size_);\n",
 }
 
@@ -160,7 +158,7 @@ def test_a_listed_device_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_nvcc_is_found_in_the_named_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    nvcc.touch()
+    nvcc.touch(0o755)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))
     assert horovod_target.find_nvcc() == nvcc

@@ -32,9 +32,7 @@ def choose() -> None:
 @install_app.command("horovod")
 def horovod(
     cpu: Annotated[bool, typer.Option("--cpu", help="Build without CUDA, also on a machine with GPUs.")] = False,
-    wheel_dir: Annotated[
-        Path | None, typer.Option(help="Take the wheel from this folder if it is there, and put it there if not.")
-    ] = None,
+    wheel_dir: Annotated[Path | None, typer.Option(help="Take the wheel from this folder if it is there, and put it there if not.")] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not try the result with two workers.")] = False,
 ) -> None:
     """Build Horovod for the PyTorch and TensorFlow of this Python, keep the wheel in ~/.cache/unidist, and install it.

@@ -1,7 +1,6 @@
 """The running workers of one host: watched until all have ended, and ended together when one fails or a signal asks."""
 
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from unidist.control_server import Server
+from unidist.control_session import ranks
 from unidist.errors import LaunchError
 from unidist.launchers import processes
 from unidist.launchers.output import Output
@@ -146,9 +146,9 @@ class Job:
             how = describe(self.workers[rank].code or 1)
             self._print(f"rank {rank} failed{' first' if rank == first.rank and len(self.workers) > 1 else ' too'}: {how}")
             self._show_tail(rank)
-        stopped = [str(worker.rank) for worker in self.workers if worker.code and worker.rank not in (first.rank, *self._failed)]
+        stopped = [worker.rank for worker in self.workers if worker.code and worker.rank not in (first.rank, *self._failed)]
         if stopped:
-            self._print(f"rank {', '.join(stopped)} stopped")
+            self._print(f"{ranks(stopped)} stopped")
         if first.rank not in self._failed or first.code is None:
             return 1
         return first.code if first.code > 0 else 128 - first.code

@@ -51,7 +51,7 @@ def launch(
         output = Output(directory, tee, log_dir is not None, selector)
         job = Job(output, stack.enter_context(collected(selector)), server)
         try:
-            job.start(command, [variables | _of_rank(rank, variables) for rank in range(num_workers)])
+            job.start(command, [variables | _of_rank(rank) for rank in range(num_workers)])
             if server is not None:
                 server.start()  # only now: a child forked while a thread holds a lock could hang
             code = job.run()
@@ -79,15 +79,15 @@ def _common(environ: Mapping[str, str], num_workers: int, port: int) -> dict[str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    variables.setdefault("PYTHONUNBUFFERED", "1")  # a worker that is ended loses nothing that it printed
     if num_workers > 1:
         threads = str(max(num_cores() // num_workers, 1))
         variables |= {name: threads for name in _THREAD_VARIABLES if name not in environ}
     return variables
 
 
-def _of_rank(rank: int, variables: Mapping[str, str]) -> dict[str, str]:
-    own = {name: str(rank) for name in ("UNIDIST_TRAIN_RANK", "UNIDIST_TRAIN_LOCAL_RANK", "RANK", "LOCAL_RANK")}
-    return own if rank == 0 or "PYTHONUNBUFFERED" in variables else own | {"PYTHONUNBUFFERED": "1"}
+def _of_rank(rank: int) -> dict[str, str]:
+    return {name: str(rank) for name in ("UNIDIST_TRAIN_RANK", "UNIDIST_TRAIN_LOCAL_RANK", "RANK", "LOCAL_RANK")}
 
 
 def _master_port(chosen: int | None) -> int:

@@ -1,0 +1,156 @@
+"""The table of checks: `@check` registers a function, `checks_of` lists what a framework's launch runs, in order."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+POINTS = {
+    1: "one device is the truth",
+    2: "same start",
+    3: "accumulation",
+    4: "clipping",
+    5: "parameters",
+    6: "BatchNorm",
+    7: "native objects stay native",
+    8: "collectives",
+    9: "every wait ends",
+    10: "data",
+    11: "metrics",
+    12: "nothing hidden",
+    13: "randomness",
+}
+_MODULES = (
+    "gradients", "own_loops", "same_start", "accumulation", "clipping", "parameters", "batchnorm", "native_objects", "collectives",
+    "waits", "data", "loaders", "metrics", "refusals", "randomness",
+)  # fmt: skip
+# What models are made of: modules and optimizers of torch itself, or Keras on the framework.
+FLAVOURS = {"torch": ("native", "keras"), "tensorflow": ("keras",)}
+
+Need = Callable[[Any], "str | None"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one flavour: `function(bench)` returns when the contract holds, else raises.
+
+    needs: each says why the check does not apply to a bench, or None. refusable: a backend whose `refuses` names the point must raise
+    UnsupportedError here. few: one of those that three workers run. ends_job: leaves the job in failure, so it gets its own.
+    """
+
+    name: str
+    point: int
+    title: str
+    flavour: str
+    function: Callable[[Any], None]
+    needs: tuple[Need, ...] = ()
+    refusable: bool = True
+    few: bool = False
+    ends_job: bool = False
+
+    def obstacle(self, bench: Any) -> str | None:
+        """Why this check does not apply."""
+        return next((reason for need in self.needs if (reason := need(bench)) is not None), None)
+
+
+@dataclass(frozen=True)
+class _Registered:
+    point: int
+    title: str
+    name: str
+    function: Callable[..., None]
+    cases: Mapping[str, Any]
+    flavours: str | Mapping[str, Collection[str]]
+    settings: Mapping[str, Any]
+    few: bool | Collection[str]
+
+
+_registered: list[_Registered] = []
+
+
+def check(
+    point: int,
+    title: str,
+    *,
+    cases: Mapping[str, Any] | None = None,
+    flavours: str | Mapping[str, Collection[str]] = "each",
+    few: bool | Collection[str] = False,
+    **settings: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a check of a contract point; its name is the function's, with each case's appended.
+
+    cases: name to what is passed after the bench. flavours: "each", "once" (whatever the framework's first flavour is), a
+    flavour, or flavour to the cases it runs. few: whether (or which cases) three workers run it. settings: fields of Check.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        name = function.__name__.replace("_", "-")
+        _registered.append(_Registered(point, title, name, function, cases or {}, flavours, settings, few))
+        return function
+
+    return register
+
+
+def checks_of(framework: str) -> list[Check]:
+    """All checks of a framework, in the order in which a launch runs them; imports no framework."""
+    for module in _MODULES:
+        importlib.import_module(f"unidist.testing.checks.{module}")
+    found = [one for registered in sorted(_registered, key=lambda r: r.point) for one in _expand(registered, FLAVOURS[framework])]
+    return sorted(found, key=lambda one: (one.ends_job, one.point > 12))
+
+
+def _expand(registered: _Registered, flavours: tuple[str, ...]) -> list[Check]:
+    found = []
+    for case in registered.cases or {"": None}:
+        for flavour in flavours:
+            if not _runs(registered, case, flavour, flavours[0]):
+                continue
+            arguments = (registered.cases[case],) if case else ()
+            parts = [str(registered.point), registered.name, *([case] if case else []), *(["keras"] if flavour == "keras" else [])]
+            few = registered.few if isinstance(registered.few, bool) else case in registered.few
+            title = f"{registered.title}: {case}" if case else registered.title
+            function = functools.partial(_call, registered.function, arguments)
+            found.append(Check("-".join(parts), registered.point, title, flavour, function, few=few, **registered.settings))
+    return found
+
+
+def _runs(registered: _Registered, case: str, flavour: str, first: str) -> bool:
+    chosen = registered.flavours
+    if isinstance(chosen, str):
+        return chosen == "each" or chosen == flavour or (chosen == "once" and flavour == first)
+    return flavour in chosen and (not case or case in chosen[flavour])
+
+
+def _call(function: Callable[..., None], arguments: tuple[Any, ...], bench: Any) -> None:
+    function(bench, *arguments)
+
+
+# What a check may need
+
+
+def several_processes(bench: Any) -> str | None:
+    """More than one rank."""
+    return None if bench.size > 1 else "one process only"
+
+
+def several_replicas(bench: Any) -> str | None:
+    """More than one replica of the model."""
+    return None if bench.replicas > 1 else "one replica only"
+
+
+def one_replica_each(bench: Any) -> str | None:
+    """Each process holds one replica."""
+    return None if bench.local_replicas == 1 else "a process holds several replicas"
+
+
+def exchanges_in_backward(bench: Any) -> str | None:
+    """Gradients are exchanged in backward."""
+    return None if "backward" in bench.abilities else "gradients are not exchanged in backward here"
+
+
+def exchanges_in_apply(bench: Any) -> str | None:
+    """`reduce_gradients` exchanges."""
+    return None if "reduce_gradients" in bench.abilities else "gradients are exchanged in backward here"

@@ -1,0 +1,88 @@
+"""Numbers, NumPy arrays, tensors and variables to tensors and back, exactly; bytes for dtypes that a transport lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+from unidist.errors import UnsupportedError
+
+# A Python float is float64: tf.convert_to_tensor would make float32 of it.
+NUMBER_DTYPES = {bool: tf.bool, int: tf.int64, float: tf.float64, complex: tf.complex128}
+_SMALL = (tf.int8, tf.int16, tf.uint8, tf.uint16, tf.uint32, tf.uint64)
+
+
+def as_tensor(leaf: Any) -> tf.Tensor:
+    """A tensor of a number, NumPy array or scalar, tensor or variable (also Keras'); the same dtype.
+
+    Raises UnsupportedError inside a traced function, TypeError for anything else, strings among them.
+    """
+    tensor = _converted(leaf)
+    if tf.is_symbolic_tensor(tensor):
+        raise UnsupportedError(
+            "collectives are called from Python, not inside a traced function; there, use grad=True, or unidist.reduce_gradients"
+        )
+    return tensor
+
+
+def _converted(leaf: Any) -> tf.Tensor:
+    if type(leaf) in NUMBER_DTYPES:
+        return tf.constant(leaf, NUMBER_DTYPES[type(leaf)])
+    if isinstance(leaf, (numpy.ndarray, numpy.generic)) and leaf.dtype.kind not in "OSUV":
+        return tf.constant(leaf)
+    value = getattr(leaf, "value", None)
+    if isinstance(value, (tf.Tensor, tf.Variable)):  # a Keras variable
+        return tf.convert_to_tensor(value)
+    if isinstance(leaf, tf.IndexedSlices) or (isinstance(leaf, (tf.Tensor, tf.Variable)) and leaf.dtype != tf.string):
+        return tf.convert_to_tensor(leaf)
+    if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind == "V":  # ml_dtypes: bfloat16, float8
+        return tf.constant(leaf)
+    raise TypeError(f"a collective takes numbers, NumPy arrays, TensorFlow tensors and nests of them, not {type(leaf).__name__}")
+
+
+def as_leaf(tensor: tf.Tensor, like: Any) -> Any:
+    """The value as the type and on the device of `like`, with memory of its own."""
+    if type(like) in NUMBER_DTYPES:
+        return type(like)(tensor.numpy())
+    if isinstance(like, numpy.generic):
+        return tensor.numpy()[()] if tensor.shape.rank else tensor.numpy()
+    if isinstance(like, numpy.ndarray):
+        return as_array(tensor)
+    with tf.device(getattr(like, "device", None)):
+        return tf.identity(tensor)
+
+
+def as_array(tensor: Any) -> Any:
+    """A NumPy array with its own memory."""
+    return numpy.array(tensor.numpy() if hasattr(tensor, "numpy") else tensor, copy=True)
+
+
+def as_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor's memory as a flat uint8 tensor."""
+    return tf.constant(numpy.frombuffer(numpy.ascontiguousarray(tensor.numpy()).tobytes(), numpy.uint8))
+
+
+def from_bytes(data: tf.Tensor, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
+    """The tensor whose memory `as_bytes` gave."""
+    array = numpy.frombuffer(data.numpy().tobytes(), dtype.as_numpy_dtype)
+    return tf.constant(array.reshape(shape), dtype)
+
+
+def widen(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor for arithmetic that is exact enough to come back: small integers as int64, bool as uint8, small floats as float32."""
+    if tensor.dtype in _SMALL:
+        return tf.cast(tensor, tf.int64)
+    if tensor.dtype == tf.bool:
+        return tf.cast(tensor, tf.uint8)
+    if tensor.dtype.is_floating and tensor.dtype.size < 4:
+        return tf.cast(tensor, tf.float32)
+    return tensor
+
+
+def as_batch(leaf: Any) -> Any:
+    """An array of a batch as a tensor of the same dtype; None and tensors as they are."""
+    if leaf is None or isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        return leaf
+    return tf.convert_to_tensor(leaf)
