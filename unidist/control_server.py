@@ -180,7 +180,7 @@ class Server:
             session.set(message["key"], message["value"])
             reply({})
         elif message["op"] == "get":
-            session.get(_arrival(message, "", reply))
+            session.get(peer.rank, _arrival(message, "", reply))
         else:
             self._note(session, peer.rank, message, reply)
 

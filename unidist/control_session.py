@@ -52,7 +52,7 @@ class Session:
         self._position = [0] * size
         self._given_up: dict[int, Message] = {}
         self._values: dict[str, str] = {}
-        self._getters: list[Arrival] = []
+        self._getters: dict[int, Arrival] = {}
 
     def gather(self, rank: int, arrival: Arrival) -> None:
         """`rank` came to its next round."""
@@ -82,8 +82,8 @@ class Session:
             if other != rank:
                 watcher({"event": "failed", "rank": rank, "text": text})
         self._abandon(rank)
-        waiting, self._getters = self._getters, []
-        for getter in waiting:
+        waiting, self._getters = self._getters, {}
+        for getter in waiting.values():
             getter.reply(self._gone(rank, f"get({getter.name!r})"))
 
     def end(self, rank: int) -> None:
@@ -99,23 +99,22 @@ class Session:
 
     def set(self, key: str, value: str) -> None:
         self._values[key] = value
-        ready = [getter for getter in self._getters if getter.name == key]
-        self._getters = [getter for getter in self._getters if getter.name != key]
-        for getter in ready:
-            getter.reply({"value": value})
+        for rank, getter in list(self._getters.items()):
+            if getter.name == key:
+                self._getters.pop(rank).reply({"value": value})
 
-    def get(self, getter: Arrival) -> None:
+    def get(self, rank: int, getter: Arrival) -> None:
         if getter.name in self._values:
             getter.reply({"value": self._values[getter.name]})
         elif self.failed:
             getter.reply(self._gone(next(iter(self.failed)), f"get({getter.name!r})"))
         else:
-            self._getters.append(getter)
+            self._getters[rank] = getter
 
     def deadline(self) -> float | None:
         """When the next wait ends; None when nobody waits."""
         ends = [this.first.deadline for this in self._rounds.values() if this.first is not None]
-        ends += [getter.deadline for getter in self._getters]
+        ends += [getter.deadline for getter in self._getters.values()]
         return min(ends, default=None)
 
     def expire(self, now: float) -> None:
@@ -123,16 +122,16 @@ class Session:
         for number, this in list(self._rounds.items()):
             if this.first is not None and this.first.deadline <= now:
                 self._give_up(number, self._timed_out(this.came, this.first))
-        late = [getter for getter in self._getters if getter.deadline <= now]
-        self._getters = [getter for getter in self._getters if getter.deadline > now]
-        for getter in late:
-            text = f"no rank set the key {getter.name!r} within {getter.timeout:.3g} s"
-            getter.reply({"error": "timeout", "text": text})
+        for rank, getter in list(self._getters.items()):
+            if getter.deadline <= now:
+                text = f"no rank set the key {getter.name!r} within {getter.timeout:.3g} s"
+                self._getters.pop(rank).reply({"error": "timeout", "text": text})
 
     def who(self) -> dict[int, str]:
         """The ranks that are known to wait, and in what: here, or as their watchdogs told."""
         here = {rank: arrival.name for this in self._rounds.values() for rank, arrival in this.came.items()}
-        return {**self.inside, **here}
+        getting = {rank: f"get({getter.name!r})" for rank, getter in self._getters.items()}
+        return {**self.inside, **here, **getting}
 
     def _complete(self, number: int) -> None:
         came = self._rounds.pop(number).came

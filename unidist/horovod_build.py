@@ -74,7 +74,7 @@ def obtain_wheel(target: Target, report: Report, wheel_directory: Path | None = 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the file's lock; the system frees it when the process ends, however it ends."""
-    import fcntl  # not at the top: POSIX only, and the command line must load on Windows too
+    import fcntl  # not at the top: POSIX only, and on Windows the command should say so itself
 
     with path.open("w") as file:
         try:

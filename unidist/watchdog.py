@@ -73,13 +73,21 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         last: Waiting | None = None
         while not self._stopped.is_set():
-            self._listen(_TICK if self.reason is None else 0.2)
+            self._listen(self._seconds(last))
             inside = self._spot.inside
             if inside is last:
                 self._tell(inside)
             last = inside
             self._judge(inside, time.monotonic())
         self._stream.close()
+
+    def _seconds(self, inside: Waiting | None) -> float:
+        """Until the next look; a look costs a few microseconds and no traffic."""
+        if self.reason is not None:
+            return 0.2
+        if inside is None:
+            return _TICK
+        return min(max(inside.since + inside.timeout + _OVERTIME - time.monotonic(), 0.05), _TICK)
 
     def _listen(self, seconds: float) -> None:
         if self.server_closed:

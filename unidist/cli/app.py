@@ -29,6 +29,10 @@ class Command:
 COMMANDS = {
     # Options after the script's name are the script's.
     "run": Command("unidist.cli.run:run", {"allow_interspersed_args": False}),
+    "test": Command("unidist.cli.test:test"),
+    "demo": Command("unidist.cli.demo:demo"),
+    "backends": Command("unidist.cli.backends:backends"),
+    "env": Command("unidist.cli.env:env"),
     "install": Command("unidist.cli.install:install_app"),
 }
 

@@ -1,0 +1,1 @@
+"""The checks of the contract, one module per point or group."""

@@ -1,0 +1,142 @@
+"""The program of each worker: runs all checks of a backend in one order, and writes a line for each as it goes.
+
+    unidist run -n 2 --backend ddp --framework torch -m unidist.testing.worker --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import unidist
+from unidist import frameworks
+from unidist.base import Backend
+from unidist.context import current_backend
+from unidist.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, UnsupportedError
+from unidist.testing import outcomes
+from unidist.testing.bench import Bench
+from unidist.testing.outcomes import Outcome
+from unidist.testing.table import Check, checks_of
+
+_BENCHES = {
+    ("torch", "native"): "unidist.testing.torch_bench:TorchBench",
+    ("torch", "keras"): "unidist.testing.keras_bench:KerasBench",
+    ("tensorflow", "keras"): "unidist.testing.tf_bench:TFBench",
+}
+_ROUNDS = 20  # in which the ranks find each other again after a check that failed on some
+
+
+class Worker:
+    """This rank's run over the checks."""
+
+    def __init__(self, backend: Backend, folder: Path) -> None:
+        self._backend = backend
+        self._folder = folder
+        self._benches: dict[str, Bench | str] = {}
+
+    def run(self, checks: list[Check]) -> bool:
+        """Run all, as long as all ranks come along; whether none failed here."""
+        fine = True
+        for check in checks:
+            self._write(check, outcomes.STARTED)
+            self._bench(check.flavour)
+            started = time.perf_counter()
+            status, message = self._run(check)
+            seconds = time.perf_counter() - started
+            together = check.ends_job or self._meet(check)
+            if not together:
+                status, message = outcomes.FAILED, message or "the other ranks did not come to the end of this check"
+            self._write(check, status, seconds, message)
+            fine = fine and status != outcomes.FAILED
+            if not together:
+                return False
+            self._clean()
+        return fine
+
+    def _run(self, check: Check) -> tuple[str, str]:
+        bench = self._bench(check.flavour)
+        obstacle = bench if isinstance(bench, str) else check.obstacle(bench)
+        if obstacle is not None:
+            return outcomes.NOT_APPLICABLE, obstacle
+        reason = self._backend.refuses.get(check.point) if check.refusable else None
+        try:
+            check.function(bench)
+        except UnsupportedError as error:
+            if reason is not None and reason in str(error):
+                return outcomes.REFUSED, str(error)
+            return outcomes.FAILED, _short(error)
+        except Exception as error:  # the next check is to run whatever this one met
+            return outcomes.FAILED, _short(error)
+        if reason is not None:
+            return outcomes.FAILED, f"the backend declares that it refuses this point ({reason}), but no UnsupportedError came"
+        return outcomes.PASSED, ""
+
+    def _bench(self, flavour: str) -> Bench | str:
+        if flavour not in self._benches:
+            self._benches[flavour] = self._make_bench(flavour)
+        return self._benches[flavour]
+
+    def _make_bench(self, flavour: str) -> Bench | str:
+        if flavour == "keras" and not frameworks.is_installed("keras"):
+            return "Keras is not installed"
+        module, _, name = _BENCHES[self._backend.framework, flavour].partition(":")
+        bench: Bench = getattr(importlib.import_module(module), name)(self._backend)
+        gc.collect()
+        gc.freeze()  # a collection after each check then looks at what the check left, and at nothing else
+        return bench
+
+    def _meet(self, check: Check) -> bool:
+        """All ranks have ended this check; ranks that are elsewhere get an error there, and come then."""
+        for _ in range(_ROUNDS):
+            with contextlib.suppress(MismatchError, CollectiveTimeoutError):
+                try:
+                    self._backend.control.gather(f"the end of check {check.name}", "", timeout=2 * self._backend.settings.timeout)
+                except PeerFailedError:
+                    return False
+                return True
+        return False
+
+    def _clean(self) -> None:
+        self._backend.shares.clear()
+        gc.collect()
+
+    def _write(self, check: Check, status: str, seconds: float = 0.0, message: str = "") -> None:
+        outcome = Outcome(check.name, check.point, check.title, status, round(seconds, 4), message)
+        outcomes.write(self._folder, self._backend.world.rank, outcome)
+
+
+def _short(error: BaseException) -> str:
+    """The error, and the last lines of where it came from."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-6)
+    return "".join(lines).rstrip()
+
+
+def select(checks: list[Check], only: list[str]) -> list[Check]:
+    """Those that are named: by name, by point, or "few", those that three workers run; all when nothing is named."""
+    if not only:
+        return [check for check in checks if not check.ends_job]
+    return [check for check in checks if {check.name, str(check.point)} & set(only) or ("few" in only and check.few and not check.ends_job)]
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True, help="folder for the lines")
+    parser.add_argument("--only", action="append", default=[], help="a check's name, a point's number, or few")
+    parser.add_argument("--timeout", type=float, default=30.0)
+    arguments = parser.parse_args()
+    unidist.init(timeout=arguments.timeout, seed=7)
+    backend = current_backend()
+    checks = select(checks_of(backend.framework), arguments.only)
+    fine = Worker(backend, arguments.out).run(checks)
+    sys.exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()
