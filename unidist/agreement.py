@@ -36,7 +36,7 @@ def first_difference(tables: Sequence[Sequence[Sequence[Any]]]) -> str:
     for position, rows in enumerate(zip(*tables)):
         if any(row != rows[0] for row in rows):
             other = next(rank for rank, row in enumerate(rows) if row != rows[0])
-            return f"{rows[0][0]!r} (number {position}) is {_words(rows[0])} on rank 0, {_words(rows[other])} on rank {other}"
+            return f"number {position} is {_words(rows[0])} on rank 0, {_words(rows[other])} on rank {other}"
     return "in their order"
 
 

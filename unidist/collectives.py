@@ -139,7 +139,7 @@ def _check(
     backend: Backend, name: str, x: Any, tensors: list[Any], *, first_free: bool = False, always: bool = False
 ) -> list[list[list[Any]]]:
     """Every rank's (place, shape, dtype) list; raises MismatchError on all ranks where they don't fit together."""
-    mine = [[place, *backend._signature(tensor)] for (place, _), tensor in zip(paths(x), tensors)]
+    mine = [[place or "the value", *backend._signature(tensor)] for (place, _), tensor in zip(paths(x), tensors)]
     if not always and (not backend.settings.check or backend.world.size == 1):
         return [mine]
     rows = [json.loads(row) for row in backend.control.gather(name, json.dumps(mine))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from unidist.cli.identity import check_not_modin
 from unidist.collectives import broadcast_object
 from unidist.context import raise_everywhere
 from unidist.data import Source
-from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
+from unidist.errors import FrameworkMismatchError, MismatchError, PeerFailedError, UnsupportedError
 from unidist.nest import map_nest
 from unidist_torch import differentiable, state, tensors
 from unidist_torch.data import read_source
@@ -141,7 +142,7 @@ class TorchBackend(Backend):
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         """Before any weight moves in an own loop: was everything exchanged? (A closure runs its passes later.)"""
-        closure = arguments[0] if arguments else keywords.get("closure")
+        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")  # the first is the optimizer itself
         if closure is None:
             self.check_exchanged([e for e in self._engines.values()])
 
@@ -230,8 +231,27 @@ class TorchBackend(Backend):
                 engine.scale_gradients(1.0)
             if isinstance(scale, float) and scale == 0.0:
                 engine.scale_gradients(0.0)
-        (loss if isinstance(scale, float) and scale in (0.0, 1.0) else loss * scale).backward()
+        self.run_backward(loss if isinstance(scale, float) and scale in (0.0, 1.0) else loss * scale)
         self.check_exchanged([e for e in self._engines.values() if e.forwards and e.drawn.exchange])
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()`; when it fails because another rank did, the error is that rank's: PeerFailedError."""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            failed = self._failed_elsewhere() if self.world.size > 1 else {}
+            if not failed:
+                raise
+            rank, text = next(iter(failed.items()))
+            raise PeerFailedError(f"rank {rank} failed while this one was in backward: {text}") from error
+
+    def _failed_elsewhere(self) -> dict[int, str]:
+        """The ranks that failed; an engine's broken connection may be noticed a moment before the news arrives."""
+        for _ in range(20):
+            if failures := self.control.failures():
+                return failures
+            time.sleep(0.05)
+        return {}
 
     def _weight_scale(self, weight: torch.Tensor) -> torch.Tensor:
         """What a total is multiplied by before the mean over processes, for the sum of weights over all ranks."""

@@ -123,7 +123,7 @@ class TorchStep(Step):
             factor = self._finish_factor(factor, weight is not None)
         elif weight is not None:
             factor = 1.0
-        (value if factor == 1.0 else value * (factor or 1.0)).backward()
+        self._torch.run_backward(value if factor == 1.0 else value * (factor or 1.0))
         if window.complete:
             self._update(empty)
         elif not self._native and empty:

@@ -304,10 +304,11 @@ def test_the_watchdog() -> None:
     assert engine.results() == [("exit", 83), "failed"]
     assert time.monotonic() - start < 4.0
     assert "rank 1 failed: ValueError: boom; rank 0 was in all_reduce(layer 1)" in engine.said()
-    assert wait.results()[0] == ("exit", 83)
-    assert 5.5 < time.monotonic() - start < 9.0
+    wait.workers[0][0].join(9.0)
+    assert wait.workers[0][0].exitcode == 83
+    assert 5.5 < time.monotonic() - start < 8.0
     assert "rank 0 waited 6 s in backward; known to wait: rank 1 in get('never'), rank 2 all_gather; not known to wait: rank 3" in wait.said()
-    assert python.results()[0] == ("exit", 83)
+    assert python.results()[0] == wait.results()[0] == ("exit", 83)
     assert time.monotonic() - start < 10.5
     assert "rank 0 had not ended by itself" in python.said()
 
@@ -377,7 +378,8 @@ def test_strangers_change_nothing() -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", length + b"[[[[[", b"\xff" * 9, encode({"op": "gather"}), (4000).to_bytes(4, "big") + b"[" * 4000):
         with socket.create_connection(("127.0.0.1", server.port), timeout=3.0) as stranger:
             stranger.sendall(garbage)
-            assert outcome(lambda: stranger.recv(10)) in (b"",) or isinstance(outcome(lambda: stranger.recv(10)), OSError)
+            answer = outcome(lambda: stranger.recv(10))
+            assert answer == b"" or isinstance(answer, OSError)
     assert isinstance(_stream(server, token="wrong")[1], ConnectionError)
     assert "says that the job has 3 workers" in _stream(server, size=3)[1]["text"]
     first, answer = _stream(server)

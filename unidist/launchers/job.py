@@ -38,6 +38,7 @@ class Job:
         self._arrived = arrived
         self._server = server
         self._failed: list[int] = []  # the ranks that failed by themselves, in the order of their ends
+        self._first: Worker | None = None  # the one that failed first, once that is settled
         self._signal = 0
         self._alarm: float | None = None
         self._kill_at: float | None = None
@@ -129,6 +130,7 @@ class Job:
         now = time.monotonic()
         self._alarm = self._alarm or now
         if first.code is not None or now - self._alarm >= _LAST_WORDS:
+            self._first = first
             processes.signal_all(processes.descendants(os.getpid()), signal.SIGTERM)
             self._kill_at = now + _PATIENCE
 
@@ -139,7 +141,7 @@ class Job:
         return next((worker for worker in suspects if worker.code != 0), None)
 
     def _verdict(self) -> int:
-        first = self._culprit()
+        first = self._first
         if first is None:
             return 0
         for rank in dict.fromkeys([first.rank, *self._failed]):

@@ -71,7 +71,10 @@ class Bench(ABC):
 
     @abstractmethod
     def normalised(self, features: int, momentum: float) -> Any:
-        """A bare model: BatchNorm over `features`, then a layer to one output, weights 1, bias 0; momentum: of the old statistics."""
+        """A bare model: a layer that changes nothing, BatchNorm, a layer to one output with weights 1, no biases; epsilon 2**-10.
+
+        features: inputs; momentum: what the running statistics keep of themselves.
+        """
 
     @abstractmethod
     def statistics(self, model: Any) -> tuple[Any, Any]:

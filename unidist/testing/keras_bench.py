@@ -59,13 +59,14 @@ class KerasBench(Bench):
         return model
 
     def normalised(self, features: int, momentum: float) -> Any:
+        layers = keras.layers
         return keras.Sequential([
-            keras.Input((features,)), keras.layers.BatchNormalization(momentum=momentum),
-            keras.layers.Dense(1, kernel_initializer="ones"),
+            keras.Input((features,)), layers.Dense(features, use_bias=False, kernel_initializer="identity"),
+            layers.BatchNormalization(momentum=momentum, epsilon=2.0**-10), layers.Dense(1, use_bias=False, kernel_initializer="ones"),
         ])  # fmt: skip
 
     def statistics(self, model: Any) -> tuple[Any, Any]:
-        layer = model.layers[0]
+        layer = model.layers[1]
         return self.array(layer.moving_mean), self.array(layer.moving_variance)
 
     def unbiased(self) -> bool:

@@ -83,13 +83,13 @@ class TorchBench(Bench):
         return Twice(weight)
 
     def normalised(self, features: int, momentum: float) -> Any:
-        model = torch.nn.Sequential(torch.nn.BatchNorm1d(features, momentum=1.0 - momentum), torch.nn.Linear(features, 1)).double()
-        torch.nn.init.ones_(model[1].weight)
-        torch.nn.init.zeros_(model[1].bias)
-        return model
+        first, last = torch.nn.Linear(features, features, bias=False), torch.nn.Linear(features, 1, bias=False)
+        torch.nn.init.eye_(first.weight)
+        torch.nn.init.ones_(last.weight)
+        return torch.nn.Sequential(first, torch.nn.BatchNorm1d(features, eps=2.0**-10, momentum=1.0 - momentum), last).double()
 
     def statistics(self, model: Any) -> tuple[Any, Any]:
-        return self.array(model[0].running_mean), self.array(model[0].running_var)
+        return self.array(model[1].running_mean), self.array(model[1].running_var)
 
     def unbiased(self) -> bool:
         return True

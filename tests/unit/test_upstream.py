@@ -1,0 +1,59 @@
+"""The private names of other libraries that docs/upstream.md lists are still there, and take what they are given."""
+
+import inspect
+import subprocess
+import sys
+
+TORCH = """
+import inspect, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+for name in ("_pre_forward", "_post_forward", "_check_reducer_finalized"):
+    assert hasattr(DDP, name), name
+assert "init_sync" in inspect.signature(DDP.__init__).parameters
+assert hasattr(torch.autograd.Variable._execution_engine, "queue_callback")
+assert issubclass(torch.nn.BatchNorm2d, torch.nn.modules.batchnorm._BatchNorm)
+from torch.utils.data._utils import worker
+assert hasattr(worker, "_worker_info")
+"""
+
+KERAS = """
+import keras
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+assert callable(model._get_metrics_result_or_logs)
+optimizer = keras.optimizers.SGD()
+optimizer.build(model.trainable_variables)
+assert [v.path for v in optimizer._trainable_variables] == [v.path for v in model.trainable_variables]
+from keras.src.losses import loss
+assert callable(loss.scale_loss_for_distribution) and callable(loss.unscale_loss_for_distribution)
+if keras.config.backend() == "tensorflow":
+    import tensorflow as tf
+    assert callable(optimizer._all_reduce_sum_gradients)
+    assert callable(tf.distribute.get_strategy().extended.variable_created_in_scope)
+"""
+
+
+def run(code, **environ):
+    import os
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environ}, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_torch():
+    run(TORCH)
+
+
+def test_keras_on_torch():
+    run(KERAS, KERAS_BACKEND="torch")
+
+
+def test_keras_on_tensorflow():
+    run(KERAS, KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="3")
+
+
+def test_horovods_rendezvous():
+    from horovod.runner.common.util import hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    assert {"start", "init", "stop"} <= {name for name, _ in inspect.getmembers(RendezvousServer)}
+    assert len(hosts.get_host_assignments(hosts.parse_hosts("a:1,b:1"), 2)) == 2
