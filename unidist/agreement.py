@@ -31,7 +31,7 @@ def first_difference(tables: Sequence[Sequence[Sequence[Any]]]) -> str:
     if len({len(table) for table in tables}) > 1:
         counts = ", ".join(f"rank {rank} has {len(table)}" for rank, table in enumerate(tables))
         names = [{str(row[0]) for row in table} for table in tables]
-        odd = sorted(set.union(*names) - set.intersection(*names))
+        odd = sorted(name for name in set().union(*names) if not all(name in held for held in names))
         return f"{counts} entries" + (f"; not on every rank: {', '.join(odd[:5])}" if odd else "")
     for position, rows in enumerate(zip(*tables)):
         if any(row != rows[0] for row in rows):

@@ -21,7 +21,6 @@ from unidist.errors import MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from unidist.base import Backend
-    from unidist.control import Control
 
 AGREE_EVERY = 32
 
@@ -87,9 +86,8 @@ class Plan(ABC):
         """
         import numpy
 
-        if not self.shuffle:
-            return numpy.arange(self.num_samples)
-        return numpy.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
+        count = self.num_samples or 0
+        return numpy.random.default_rng((self.seed, epoch)).permutation(count) if self.shuffle else numpy.arange(count)
 
     def indices(self, epoch: int, start: int, order: Any = None) -> Iterator[tuple[Share, Any]]:
         """(share, indices of this process's samples) of every step from `start` on; an empty share borrows one index.

@@ -33,6 +33,7 @@ from unidist.horovod_target import Target, check_tools, find_distribution, find_
 RUNTIME_NEEDS = ("cloudpickle", "psutil", "pyyaml", "cffi", "packaging", "setuptools")
 BUILD_NEEDS = (*RUNTIME_NEEDS, "wheel")
 LOG_TAIL = 30
+PIP_GIVES_UP = "error: subprocess-exited-with-error"  # below it, pip repeats its command and cleans up
 ERROR = re.compile(r"\berror: |CMake Error")
 PERCENT = re.compile(rb"\[ *(\d+)%\]")
 
@@ -56,19 +57,24 @@ def obtain_wheel(target: Target, report: Report, wheel_directory: Path | None = 
 
     `on_wait` is called when another process builds the same wheel. With `wheel_directory` the wheel is put there too.
     """
-    directory = cache_directory(target)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with locked(directory / "lock", on_wait):
-            wheel = find_wheel(target, directory, wheel_directory)
-            if wheel is None:
-                wheel = build_wheel(target, directory, report)
-    except PermissionError as error:
-        raise LaunchError(f"{error.filename} can't be written ({error.strerror}): set XDG_CACHE_HOME to a folder of yours") from error
+    directory = make_folder(cache_directory(target), "set XDG_CACHE_HOME to a folder of yours")
+    if wheel_directory:
+        make_folder(wheel_directory, "give --wheel-dir a folder of yours")
+    with locked(directory / "lock", on_wait):
+        wheel = find_wheel(target, directory, wheel_directory) or build_wheel(target, directory, report)
     if wheel_directory and wheel.parent != wheel_directory:
-        wheel_directory.mkdir(parents=True, exist_ok=True)
         wheel = Path(shutil.copy2(wheel, wheel_directory))
     return wheel
+
+
+def make_folder(path: Path, advice: str) -> Path:
+    """The folder, made if need be; one that can't be written is an error that ends with the advice."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise LaunchError(f"{path} can't be written ({error.strerror}): {advice}") from error
+    return path
 
 
 @contextmanager
@@ -128,7 +134,7 @@ def cuda_settings(directory: Path) -> dict[str, str]:
     settings = {}
     nvcc = find_nvcc()
     if nvcc is not None and str(nvcc) != shutil.which("nvcc"):
-        settings["HOROVOD_CUDA_HOME"] = str(nvcc.parent.parent)
+        settings |= dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME"), str(nvcc.resolve().parents[1]))
     nccl = find_nccl()
     if nccl is not None and "HOROVOD_NCCL_HOME" not in os.environ:
         settings |= {"HOROVOD_NCCL_HOME": str(link_nccl(nccl, directory / "nccl")), "HOROVOD_NCCL_LINK": "SHARED"}
@@ -184,7 +190,7 @@ def run_logged(command: Sequence[str], environment: dict[str, str], log: Path, r
 
 def log_excerpt(log: Path) -> str:
     """The first error and what follows it, then the last lines; commands, thousands of characters long, are cut."""
-    lines = [line[:200] for line in log.read_text(errors="replace").splitlines()]
+    lines = [line[:200] for line in log.read_text(errors="replace").partition(PIP_GIVES_UP)[0].splitlines()]
     first = next((number for number, line in enumerate(lines[:-LOG_TAIL]) if ERROR.search(line)), None)
     start = [] if first is None else [*lines[first : first + 5], "[...]"]
     return "\n".join(start + lines[-LOG_TAIL:])

@@ -56,10 +56,10 @@ EDITS = (
         "with reserve the vector stays empty, and the stall inspector never ends a wait for a missing rank",
     ),
     Edit(
-        ("horovod/torch/CMakeLists.txt",),
-        r"elseif \(Pytorch_CUDA AND NOT HAVE_CUDA\)\n\s*add_cuda\(\)\n",
-        "",
-        "a CPU build stays one where PyTorch knows CUDA and a CUDA compiler happens to be there",
+        ("cmake/Modules/FindPytorch.cmake",),
+        r"if \(\(torch\.version\.cuda is not None\) and \(CUDA_HOME is not None\)\)",
+        "if '$ENV{HOROVOD_GPU_OPERATIONS}' and torch.version.cuda and CUDA_HOME",
+        "a CPU build stays one, and builds, where PyTorch knows CUDA and a CUDA compiler happens to be there",
     ),
 )
 

@@ -122,8 +122,11 @@ def find_nvcc() -> Path | None:
     """The CUDA compiler: of the toolkit that HOROVOD_CUDA_HOME or CUDA_HOME names, on PATH, or in the usual folder."""
     homes = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
     named = [str(Path(home, "bin", "nvcc")) for home in homes if home]
-    found = [shutil.which(program) for program in (*named, "nvcc", "/usr/local/cuda/bin/nvcc")]
-    return next((Path(program) for program in found if program), None)
+    located = [shutil.which(program) for program in (*named, "nvcc", "/usr/local/cuda/bin/nvcc")]
+    found = [Path(program) for program in located if program]
+    # the one on PATH may be a script that calls another: CMake would look for the toolkit around the script
+    complete = [nvcc for nvcc in found if Path(nvcc.resolve().parents[1], "include", "cuda_runtime.h").exists()]
+    return next(iter(complete + found), None)
 
 
 def choose_cuda(frameworks: Sequence[Framework], *, gpu: bool, nvcc: Path | None, cpu: bool) -> str | None:

@@ -8,6 +8,7 @@ import numpy
 import tensorflow as tf
 
 from unidist.errors import UnsupportedError
+from unidist.nest import leaves
 
 # A Python float is float64: tf.convert_to_tensor would make float32 of it.
 NUMBER_DTYPES = {bool: tf.bool, int: tf.int64, float: tf.float64, complex: tf.complex128}
@@ -86,3 +87,9 @@ def as_batch(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
         return leaf
     return tf.convert_to_tensor(leaf)
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of a batch: the first dimension of its first array; 1 where there is none."""
+    first = next((leaf for leaf in leaves(batch) if getattr(leaf, "shape", None) is not None and len(leaf.shape)), None)
+    return int(first.shape[0]) if first is not None else 1

@@ -41,6 +41,9 @@ class TorchBackend(Backend):
         self._device = local_device(self.world)
         self._engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._attached = 0
+        # optimizer: (when it was worked out, engines that hold its parameters, their passes at its last step)
+        self._holds: weakref.WeakKeyDictionary[Any, tuple[Any, list[Engine], dict[Engine, int]]] = weakref.WeakKeyDictionary()
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
 
@@ -90,6 +93,7 @@ class TorchBackend(Backend):
         engine = self._make_engine(model, find_unused=find_unused, options=options)
         if engine is not None:
             self._engines[model] = engine
+            self._attached += 1
 
     def _adapt_keras(self, model: Any) -> None:
         if self.world.size > 1:
@@ -144,7 +148,20 @@ class TorchBackend(Backend):
         """Before any weight moves in an own loop: was everything exchanged? (A closure runs its passes later.)"""
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")  # the first is the optimizer itself
         if closure is None:
-            self.check_exchanged([e for e in self._engines.values()])
+            self.check_exchanged(self._unchecked(optimizer))
+
+    def _unchecked(self, optimizer: Any) -> list[Engine]:
+        """The engines with parameters of this optimizer, without those whose passes since its last step were checked already."""
+        key = (len(optimizer.param_groups), self._attached)
+        if self._holds.get(optimizer, (None,))[0] != key:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            known = self._holds.get(optimizer, (None, [], {}))[2]
+            mine = [engine for engine in self._engines.values() if any(id(p) in held for p in engine.parameters)]
+            self._holds[optimizer] = (key, mine, {engine: known.get(engine, 0) for engine in mine})
+        _, mine, passes = self._holds[optimizer]
+        unchecked = [engine for engine in mine if engine.forwards or engine.passes == passes[engine]]
+        passes.update({engine: engine.passes for engine in mine})
+        return unchecked
 
     def engines_of(self, model: Any) -> list[Engine]:
         """The engines that a step over this model drives: its own, else those of wrapped modules inside it."""

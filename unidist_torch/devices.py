@@ -27,6 +27,7 @@ def pick(local_rank: int, local_size: int, count: int) -> int:
         return 0
     if count < local_size:
         raise LaunchError(
-            f"this host shows {count} GPUs to {local_size} workers; start {count} workers, or show each worker one GPU (CUDA_VISIBLE_DEVICES)"
+            f"this host shows {count} GPUs to {local_size} workers; start {count} workers, or show each worker one GPU of its own "
+            "(CUDA_VISIBLE_DEVICES)"
         )
     return local_rank

@@ -36,7 +36,7 @@ class Hook:
 class Engine(ABC):
     """Exchanges a model's gradients in its backward passes; one per wrapped model.
 
-    `forwards` counts the passes with gradients since the last update, so that one that went around is noticed.
+    `forwards` counts the passes with gradients since the last check, `passes` all, so that one that went around is noticed.
     """
 
     def __init__(self, shares: ShareLog, model: torch.nn.Module) -> None:
@@ -44,6 +44,7 @@ class Engine(ABC):
         self.named = {name: p for name, p in model.named_parameters()}
         self.parameters = list(self.named.values())
         self.forwards = 0
+        self.passes = 0
         self.drawn: Drawn = EVEN
         self._scaled: list[Any] = []
         self._trainable = self._requires_grad()
@@ -90,6 +91,7 @@ class Engine(ABC):
             return None
         self.drawn = drawn
         self.forwards += 1
+        self.passes += 1
         if self._trainable != self._requires_grad():
             self._trainable = self._requires_grad()
             self._build()

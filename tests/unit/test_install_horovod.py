@@ -25,7 +25,7 @@ SOURCE = {  # the lines of the release that the edits are about
     "CMakeLists.txt": 'set(CMAKE_CXX_STANDARD 14)\nstring(PREPEND GLOO_CMAKE "set(CMAKE_CXX_STANDARD 17)\\n")\n',
     "horovod/torch/CMakeLists.txt": (
         "if (HAVE_CUDA AND NOT Pytorch_CUDA)\n    message(FATAL_ERROR)\n"
-        "elseif (Pytorch_CUDA AND NOT HAVE_CUDA)\n    add_cuda()\nendif()\n    set(CMAKE_CXX_STANDARD 14)\n"
+        "endif()\n    set(CMAKE_CXX_STANDARD 14)\n"
     ),
     "horovod/tensorflow/CMakeLists.txt": (
         'set(CMAKE_CXX_STANDARD 17)\nlist(APPEND S "mpi_ops.cc")\nlist(APPEND S "xla_mpi_ops.cc")\nset_output_dir()\n'

@@ -66,7 +66,9 @@ SLURM_STEP = SLURM_JOB | {
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, World(launcher="environment variables"), id="a plain job of one needs no address"),
         pytest.param(SLURM_STEP, World(6, 7, 0, 1, 3, 4, "srun"), id="srun"),
         pytest.param(
-            SLURM_STEP | {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}, World(5, 7, 1, 2, 2, 4, "srun"), id="srun, node 2"
+            SLURM_STEP | {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"},
+            World(5, 7, 1, 2, 2, 4, "srun"),
+            id="srun, node 2",
         ),
         pytest.param(
             SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "7", "SLURM_NTASKS": "9"}, World(6, 7, 0, 1, 3, 4, "srun"), id="the step's size counts"

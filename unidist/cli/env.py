@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib import metadata
 
 from unidist import frameworks
@@ -51,7 +50,3 @@ def _choice() -> str:
     keras = os.environ.get("KERAS_BACKEND")
     reason = f"Keras would run on {keras} (KERAS_BACKEND)" if keras else "the one that the script imports first counts"
     return (said + "; " if said else "") + f"{' and '.join(installed)} are both installed: {reason}"
-
-
-if __name__ == "__main__":
-    sys.exit(env())

@@ -144,16 +144,24 @@ class Job:
         first = self._first
         if first is None:
             return 0
-        for rank in dict.fromkeys([first.rank, *self._failed]):
-            how = describe(self.workers[rank].code or 1)
-            self._print(f"rank {rank} failed{' first' if rank == first.rank and len(self.workers) > 1 else ' too'}: {how}")
+        code = first.code if first.rank in self._failed else None
+        if len(self.workers) > 1:
+            self._report(first, "its process did not end after its error" if code is None else describe(code))
+        if code is None:
+            return 1
+        return code if code > 0 else 128 - code
+
+    def _report(self, first: Worker, how: str) -> None:
+        """The first failure on top, then those that followed from it, then the ranks that had to be stopped."""
+        self._print(f"rank {first.rank} failed first: {how}")
+        self._show_tail(first.rank)
+        later = [rank for rank in self._failed if rank != first.rank]
+        for rank in later:
+            self._print(f"rank {rank} failed too: {describe(self.workers[rank].code or 1)}")
             self._show_tail(rank)
-        stopped = [worker.rank for worker in self.workers if worker.code and worker.rank not in (first.rank, *self._failed)]
+        stopped = [worker.rank for worker in self.workers if worker.code and worker.rank not in (first.rank, *later)]
         if stopped:
             self._print(f"{ranks(stopped)} stopped")
-        if first.rank not in self._failed or first.code is None:
-            return 1
-        return first.code if first.code > 0 else 128 - first.code
 
     def _show_tail(self, rank: int) -> None:
         lines = self._output.tail(rank)
@@ -173,4 +181,5 @@ def describe(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-code).name}{hint}"
+    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+    return f"killed by {name}{hint}"

@@ -31,6 +31,10 @@ class Bench(ABC):
     module: Any
 
     def __init__(self, backend: Backend) -> None:
+        self.rejoin(backend)
+
+    def rejoin(self, backend: Backend) -> None:
+        """Take the facts of the backend that runs now."""
         self.backend = backend
         self.rank = backend.world.rank
         self.size = backend.world.size
@@ -132,11 +136,13 @@ class Bench(ABC):
     def is_tensor(self, value: Any) -> bool:
         """Whether this is the framework's tensor."""
 
-    dtypes: ClassVar[Sequence[str]]
+    @abstractmethod
+    def numbers(self, tensor: Any) -> Any:
+        """The values as an array of float64 or complex128, also of dtypes that NumPy lacks."""
 
+    @abstractmethod
     def ops(self) -> Any:
         """A namespace of functions with NumPy's names that losses are written with."""
-        raise NotImplementedError
 
     # data
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -32,9 +32,6 @@ class KerasBench(Bench):
     tolerance = _TOLERANCE[keras.backend.backend()]
     clip_epsilon = _CLIP_EPSILON[keras.backend.backend()]
     module = keras
-    dtypes: ClassVar[Sequence[str]] = (
-        "bool", "uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-    )  # fmt: skip
 
     def _build(self, network: golden.Network, weights: golden.Weights, named_inputs: bool) -> Any:
         inputs = golden.dataset(network.name, 1).inputs if network.name in golden.NETWORKS else np.zeros((1, network.layers[0].num_inputs))  # type: ignore[attr-defined]
@@ -117,6 +114,9 @@ class KerasBench(Bench):
 
     def is_tensor(self, value: Any) -> bool:
         return bool(keras.ops.is_tensor(value))
+
+    def numbers(self, tensor: Any) -> Any:
+        return self.array(keras.ops.cast(tensor, "complex128" if "complex" in self.dtype(tensor) else "float64"))
 
     def ops(self) -> Any:
         return keras.ops

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +62,6 @@ class TorchBench(Bench):
     tolerance = 1e-10
     clip_epsilon = 1e-6
     module = torch
-    dtypes: ClassVar[Sequence[str]] = (
-        "bool", "uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-    )  # fmt: skip
 
     def _build(self, network: golden.Network, weights: golden.Weights, named_inputs: bool) -> Any:
         model = Chain(*[_MAKERS[type(layer)](layer) for layer in network.layers]).double()
@@ -144,6 +141,9 @@ class TorchBench(Bench):
 
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
+
+    def numbers(self, tensor: Any) -> Any:
+        return self.array(tensor.to(torch.complex128 if tensor.is_complex() else torch.float64))
 
     def ops(self) -> Any:
         return torch

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import importlib
 import sys
@@ -16,9 +15,8 @@ from pathlib import Path
 
 import unidist
 from unidist import frameworks
-from unidist.base import Backend
 from unidist.context import current_backend
-from unidist.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, UnsupportedError
+from unidist.errors import CollectiveTimeoutError, MismatchError, NotInitializedError, PeerFailedError, UnsupportedError
 from unidist.testing import outcomes
 from unidist.testing.bench import Bench
 from unidist.testing.outcomes import Outcome
@@ -35,8 +33,10 @@ _ROUNDS = 20  # in which the ranks find each other again after a check that fail
 class Worker:
     """This rank's run over the checks."""
 
-    def __init__(self, backend: Backend, folder: Path) -> None:
-        self._backend = backend
+    def __init__(self, folder: Path) -> None:
+        backend = current_backend()
+        self._framework, self._rank, self._timeout = backend.framework, backend.world.rank, backend.settings.timeout
+        self._refuses = dict(backend.refuses)
         self._folder = folder
         self._benches: dict[str, Bench | str] = {}
 
@@ -45,7 +45,7 @@ class Worker:
         fine = True
         for check in checks:
             self._write(check, outcomes.STARTED)
-            self._bench(check.flavour)
+            self._prepare(check.flavour)
             started = time.perf_counter()
             status, message = self._run(check)
             seconds = time.perf_counter() - started
@@ -60,11 +60,11 @@ class Worker:
         return fine
 
     def _run(self, check: Check) -> tuple[str, str]:
-        bench = self._bench(check.flavour)
+        bench = self._benches[check.flavour]
         obstacle = bench if isinstance(bench, str) else check.obstacle(bench)
         if obstacle is not None:
             return outcomes.NOT_APPLICABLE, obstacle
-        reason = self._backend.refuses.get(check.point) if check.refusable else None
+        reason = self._refuses.get(check.point) if check.refusable else None
         try:
             check.function(bench)
         except UnsupportedError as error:
@@ -77,16 +77,19 @@ class Worker:
             return outcomes.FAILED, f"the backend declares that it refuses this point ({reason}), but no UnsupportedError came"
         return outcomes.PASSED, ""
 
-    def _bench(self, flavour: str) -> Bench | str:
+    def _prepare(self, flavour: str) -> None:
+        """The flavour's bench, on the backend that runs now."""
         if flavour not in self._benches:
             self._benches[flavour] = self._make_bench(flavour)
-        return self._benches[flavour]
+        bench = self._benches[flavour]
+        if not isinstance(bench, str):
+            bench.rejoin(current_backend())
 
     def _make_bench(self, flavour: str) -> Bench | str:
         if flavour == "keras" and not frameworks.is_installed("keras"):
             return "Keras is not installed"
-        module, _, name = _BENCHES[self._backend.framework, flavour].partition(":")
-        bench: Bench = getattr(importlib.import_module(module), name)(self._backend)
+        module, _, name = _BENCHES[self._framework, flavour].partition(":")
+        bench: Bench = getattr(importlib.import_module(module), name)(current_backend())
         gc.collect()
         gc.freeze()  # a collection after each check then looks at what the check left, and at nothing else
         return bench
@@ -94,21 +97,23 @@ class Worker:
     def _meet(self, check: Check) -> bool:
         """All ranks have ended this check; ranks that are elsewhere get an error there, and come then."""
         for _ in range(_ROUNDS):
-            with contextlib.suppress(MismatchError, CollectiveTimeoutError):
-                try:
-                    self._backend.control.gather(f"the end of check {check.name}", "", timeout=2 * self._backend.settings.timeout)
-                except PeerFailedError:
-                    return False
-                return True
+            try:
+                current_backend().control.gather(f"the end of check {check.name}", "", timeout=2 * self._timeout)
+            except (MismatchError, CollectiveTimeoutError):
+                continue
+            except (PeerFailedError, NotInitializedError):
+                return False
+            return True
         return False
 
-    def _clean(self) -> None:
-        self._backend.shares.clear()
+    @staticmethod
+    def _clean() -> None:
+        current_backend().shares.clear()
         gc.collect()
 
     def _write(self, check: Check, status: str, seconds: float = 0.0, message: str = "") -> None:
         outcome = Outcome(check.name, check.point, check.title, status, round(seconds, 4), message)
-        outcomes.write(self._folder, self._backend.world.rank, outcome)
+        outcomes.write(self._folder, self._rank, outcome)
 
 
 def _short(error: BaseException) -> str:
@@ -132,9 +137,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=30.0)
     arguments = parser.parse_args()
     unidist.init(timeout=arguments.timeout, seed=7)
-    backend = current_backend()
-    checks = select(checks_of(backend.framework), arguments.only)
-    fine = Worker(backend, arguments.out).run(checks)
+    checks = select(checks_of(unidist.framework()), arguments.only)
+    fine = Worker(arguments.out).run(checks)
     sys.exit(0 if fine else 1)
 
 

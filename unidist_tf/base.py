@@ -1,0 +1,267 @@
+"""TFBackend: what local, mirrored and horovod share; each adds how it starts and how it sums over replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from unidist.base import Backend, Step, StepOptions
+from unidist.batch import Share
+from unidist.cli.identity import check_not_modin
+from unidist.data import Source
+from unidist.errors import FrameworkMismatchError, UnsupportedError
+from unidist_keras.names import check_built
+from unidist_tf import gradients as grads
+from unidist_tf import state, tensors
+from unidist_tf.data import read_source
+from unidist_tf.evaluation import Evaluations, is_metric, merge_metric
+from unidist_tf.keras import Counting, adapt_optimizer, build_optimizer, is_wrapped
+from unidist_tf.losses import check_keras
+from unidist_tf.shares import TracedShareLog
+from unidist_tf.step import TFStep
+
+check_not_modin()
+
+
+class TFBackend(Backend):
+    """Models, optimizers, steps and state on TensorFlow; `_sum` and `_spread` are what the replicas do together."""
+
+    framework = "tensorflow"
+    abilities: ClassVar[frozenset[str]] = frozenset({"reduce_gradients"})
+    shares: TracedShareLog
+
+    def _start(self) -> None:
+        if keras.config.backend() != "tensorflow":
+            raise FrameworkMismatchError(
+                f"Keras runs on {keras.config.backend()!r}, but unidist runs {self.framework}/{self.name}; set KERAS_BACKEND=tensorflow "
+                "before keras is imported"
+            )
+        check_keras()
+        self._start_devices()
+        self.shares = TracedShareLog()
+        self.counting = Counting()
+        self.reduced = grads.Reduced()
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._evaluations = Evaluations(self)
+        if self.settings.seed is not None:
+            keras.utils.set_random_seed(self.settings.seed)
+
+    def _start_devices(self) -> None:
+        """Choose the devices, before TensorFlow first uses any; start the engine."""
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        """Nothing was started that outlives the objects."""
+
+    def _hardware(self) -> str:
+        gpus = tf.config.list_logical_devices("GPU")
+        return f"{self.num_replicas} x {gpus[0].name.removeprefix('/device:')}" if gpus else "CPU"
+
+    # objects
+
+    def _wrap_model(self, model: Any, *, sync_batchnorm: bool, find_unused_parameters: bool, options: Mapping[str, Any]) -> Any:
+        if options:
+            raise TypeError(f"wrap_model got options that {self.framework}/{self.name} does not know: {sorted(options)}")
+        if not state.is_model(model):
+            raise FrameworkMismatchError(f"wrap_model takes a Keras model or a tf.Module, not a {type(model).__name__}")
+        if isinstance(model, keras.Layer):
+            check_built(model)
+        self._check_place(model, "model")
+        if sync_batchnorm:
+            self._sync_batchnorm(model)
+        self._same_start(model, 0)
+        if isinstance(model, keras.Model):
+            self._adapt_model(model)
+        self._models.add(model)
+        return model
+
+    def _check_place(self, obj: Any, what: str) -> None:
+        """Raise where the variables of a model or optimizer are not where the engine needs them."""
+
+    def _sync_batchnorm(self, model: Any) -> None:
+        """Make BatchNorm layers normalise over the global batch."""
+
+    def _adapt_model(self, model: Any) -> None:
+        """Make Keras' own fit, evaluate and predict right on this model object."""
+
+    def _wrap_optimizer(self, optimizer: Any, model: Any, *, compression: Any, options: Mapping[str, Any]) -> Any:
+        if compression is not None:
+            raise UnsupportedError(f"{self.framework}/{self.name} offers no compression of gradients, so {compression!r} can't be used")
+        if options:
+            raise TypeError(f"wrap_optimizer got options that {self.framework}/{self.name} does not know: {sorted(options)}")
+        if not state.is_optimizer(optimizer):
+            raise FrameworkMismatchError(
+                f"wrap_optimizer takes an optimizer of Keras 3 (keras.optimizers), not a {type(optimizer).__module__}."
+                f"{type(optimizer).__qualname__}"
+            )
+        self._check_optimizer(optimizer)
+        if model is not None:
+            with self._scope():
+                build_optimizer(optimizer, model)
+        if not is_wrapped(optimizer):
+            adapt_optimizer(optimizer, self)
+        self._same_start(optimizer, 0)
+        return optimizer
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        """Raise UnsupportedError for what this backend can't do with it."""
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and self.num_replicas > 1:
+            raise UnsupportedError(f"{self.framework}/{self.name} has no loss scaling over several replicas yet; use float32 or bfloat16")
+
+    def _replicated(self, obj: Any) -> dict[str, Any]:
+        return state.optimizer_state(obj) if state.is_optimizer(obj) else state.model_state(obj)
+
+    def _has_state(self, obj: Any) -> bool:
+        return state.is_model(obj) or state.is_optimizer(obj)
+
+    def _same_start(self, obj: Any, root: int) -> None:
+        if state.is_optimizer(obj):
+            if self.world.size > 1:
+                state.same_hyperparameters(obj, root)
+            state.same_start(self, "the optimizer", state.optimizer_state(obj), root)
+        else:
+            state.same_start(self, "the model", state.model_state(obj), root)
+
+    @functools.cached_property
+    def fit(self) -> Any:
+        """What Keras' fit over several processes keeps."""
+        from unidist_keras.fit import FitState
+
+        return FitState()
+
+    # exchange
+
+    def _seen_scale(self) -> Any:
+        """How the batch last drawn counts: a number, or in a traced function a tensor that is read whenever it runs."""
+        return self.shares.seen().scale if tf.executing_eagerly() else self.shares.traced_scale()
+
+    def _num_parts(self) -> int:
+        """How many gradients `_sum` adds where it is called."""
+        return 1
+
+    def _sum(self, gradients: Sequence[Any], weight: Any, variables: Sequence[Any] | None = None) -> tuple[list[Any], Any]:
+        """Gradients and weight, each summed over all replicas in one exchange; one that is None everywhere stays None.
+
+        variables: those of the gradients, where some may be None on this replica only.
+        """
+        return list(gradients), weight
+
+    def _reduce(
+        self, gradients: Sequence[Any], *, scale: Any = None, weight: Any = None, variables: Sequence[Any] | None = None
+    ) -> list[Any]:
+        parts = self._num_parts()
+        if parts == 1 or all(g is None for g in gradients):
+            return list(gradients)
+        if weight is None:
+            factor = 1.0 / parts if scale is None else scale / parts
+            return self._sum(grads.scaled(gradients, factor), None, variables)[0]
+        weight = grads.cast_weight(weight, gradients)
+        summed, total = self._sum(grads.scaled(gradients, weight), weight, variables)
+        return grads.divided(summed, total)
+
+    def _average(self, gradients: Sequence[Any], *, scale: Any, weight: Any) -> list[Any]:
+        reduced = self._reduce(gradients, scale=scale, weight=weight)
+        if self._num_parts() > 1:
+            self.reduced.note(gradients, reduced)
+        return reduced
+
+    def _clip(self, optimizer: Any, *, max_norm: float | None, max_value: float | None) -> Any:
+        raise FrameworkMismatchError(
+            "an optimizer on TensorFlow holds no gradients to clip; clip what unidist.reduce_gradients returns, or use "
+            "make_train_step(clip_norm=...), or the optimizer's own global_clipnorm, clipnorm and clipvalue"
+        )
+
+    # steps
+
+    def _spread(self, function: Callable[..., Any], batch: Any, sizes: tf.Tensor, *numbers: tf.Tensor) -> list[Any]:
+        """In a traced function: the results of `function(rows, size, *numbers)` on this process's replicas.
+
+        A replica whose size is 0 computes on a borrowed row.
+        """
+        return [function(batch, sizes[0], *numbers)]
+
+    def _sizes(self, batch: Any, share: Share | None) -> list[int]:
+        """Samples of this process's replicas."""
+        if share is not None:
+            return list(share.local_sizes)
+        return [tensors.num_rows(batch)]
+
+    def _check_step(self, model: Any, optimizer: Any) -> None:
+        if not state.is_optimizer(optimizer):
+            raise FrameworkMismatchError(f"make_train_step takes an optimizer of Keras 3, not a {type(optimizer).__name__}")
+        if self.num_replicas == 1:
+            return
+        if model not in self._models:
+            raise UnsupportedError("make_train_step takes a model that went through wrap_model, on all ranks")
+        if not is_wrapped(optimizer):
+            raise UnsupportedError("make_train_step takes an optimizer that went through wrap_optimizer, on all ranks")
+
+    def _train_step(self, model: Any, optimizer: Any, options: StepOptions) -> Step:
+        self._check_step(model, optimizer)
+        with self._scope():
+            build_optimizer(optimizer, model)
+            return TFStep(self, model, optimizer, options)
+
+    def _evaluate_batch(
+        self, model: Any, batch: Any, share: Share | None, loss: Any, metrics: Mapping[str, Any]
+    ) -> dict[str, tuple[float, float]]:
+        return self._evaluations.evaluate(model, batch, share, loss, metrics)
+
+    def _is_metric(self, metric: Any) -> bool:
+        return is_metric(metric)
+
+    def _merge_metric(self, metric: Any) -> float:
+        return merge_metric(self, metric)
+
+    def _predict_batch(self, model: Any, batch: Any, share: Share | None) -> Any:
+        return self._evaluations.predict(model, batch, share)
+
+    # data
+
+    def _source(self, data: Any, *, shuffle: bool, options: Mapping[str, Any]) -> Source:
+        return read_source(data, self, shuffle=shuffle, options=options)
+
+    def _batch_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Where batches are made."""
+        return tf.device(self.device)
+
+    # collectives
+
+    def _as_tensor(self, leaf: Any) -> Any:
+        return tensors.as_tensor(leaf)
+
+    def _as_rows(self, tensor: Any) -> Any:
+        return tf.reshape(tensor, [1]) if tensor.shape.rank == 0 else tensor
+
+    def _as_leaf(self, tensor: Any, like: Any) -> Any:
+        return tensors.as_leaf(tensor, like)
+
+    def _signature(self, tensor: Any) -> tuple[tuple[int, ...], str]:
+        return tuple(tensor.shape), tensor.dtype.name
+
+    def _all_reduce(self, tensor: Any, op: str) -> Any:
+        return tensor
+
+    def _all_gather(self, tensor: Any, first_dims: Sequence[int]) -> Any:
+        return tensor
+
+    def _broadcast(self, tensor: Any, root: int) -> Any:
+        return tensor
+
+    def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
+        return tf.convert_to_tensor(tensor)
+
+    # state
+
+    def _weights(self, model: Any) -> dict[str, Any]:
+        self._end_of_pass()
+        return {name: tensors.as_array(tf.convert_to_tensor(v)) for name, v in state.model_state(model).items()}
+
+    def _set_weights(self, model: Any, weights: Mapping[str, Any]) -> None:
+        state.set_weights(model, weights)
