@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from unidist import meeting
+from unidist import control_client, meeting
 from unidist.control_server import Server
 from unidist.errors import CollectiveTimeoutError, LaunchError, MismatchError, NotInitializedError, PeerFailedError
 from unidist.watchdog import Spot, Waiting, Watchdog
@@ -192,7 +192,7 @@ def connect(
     control = Control(world.rank, world.size, timeout)
     try:
         if world.rank == 0 and place.served_by_rank_0:
-            control._server = meeting.serve(world, place, generation)
+            control._server = control_client.serve(world.size, place, generation)
         _join(control, place, generation, deadline, grace)
     except BaseException:
         control.close()
@@ -205,8 +205,8 @@ def connect(
 def _join(control: Control, place: "meeting.Meeting", generation: int, deadline: float, grace: float) -> None:
     """Opens both connections and waits for all ranks."""
     hello = {"rank": control.rank, "size": control.size, "generation": generation}
-    address, control._stream = meeting.reach(place, control._server, {**hello, "kind": "main"}, deadline)
-    watching = meeting.open_stream(address, {**hello, "kind": "watch"}, deadline)
+    address, control._stream = control_client.reach(place, control._server, {**hello, "kind": "main"}, deadline)
+    watching = control_client.open_stream(address, {**hello, "kind": "watch"}, deadline)
     server = "rank 0" if place.served_by_rank_0 else "unidist run"
     control._watchdog = Watchdog(watching, control._spot, control.rank, control.size, grace, server)
     control._watchdog.start()

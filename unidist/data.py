@@ -131,6 +131,10 @@ class GlobalPlan(Plan):
             yield share, chunk[begin : begin + share.size] or chunk[:1]
             chunk = following
 
+    def cut(self, total: int, last: bool) -> Share:
+        """The shares of a batch of `total` samples."""
+        return self._share(total, last)
+
     def _share(self, total: int, last: bool) -> Share:
         return Share(split_sizes(total, self.num_replicas), self.first, self.local, last)
 
@@ -200,10 +204,6 @@ class ShardedPlan(Plan):
 @dataclass(frozen=True)
 class BatchPlan(GlobalPlan):
     """The data makes its own global batches: `num_samples` counts batches, and each is cut where it is read."""
-
-    def cut(self, total: int, last: bool) -> Share:
-        """The shares of a batch of `total` samples."""
-        return self._share(total, last)
 
 
 def check_size(source: Source, num_replicas: int, whole: int | None, each: int | None) -> int:

@@ -1,10 +1,9 @@
 """Build Horovod for the frameworks of this Python, keep the wheel under ~/.cache/unidist, and install it.
 
-The parts: horovod_target (what the wheel has to fit), horovod_source (what is compiled), horovod_verify (does it work).
+The parts: horovod_target (what the wheel has to fit), horovod_source (what is compiled), horovod_pip (the installer), horovod_verify
+(does it work).
 """
 
-import importlib
-import importlib.util
 import os
 import re
 import shutil
@@ -17,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from unidist.errors import LaunchError, MissingDependencyError
+from unidist.errors import LaunchError
+from unidist.horovod_pip import install_missing, pip_command, run_installer
 from unidist.horovod_source import (
     CUDA_SETTINGS,
     FRAMEWORK_SWITCHES,
@@ -27,7 +27,7 @@ from unidist.horovod_source import (
     download,
     unpack,
 )
-from unidist.horovod_target import Target, check_tools, find_distribution, find_nvcc
+from unidist.horovod_target import Target, check_tools, find_distribution, find_nvcc, find_toolkit
 
 # setuptools stays: from Python 3.12 on it brings the distutils that horovodrun imports
 RUNTIME_NEEDS = ("cloudpickle", "psutil", "pyyaml", "cffi", "packaging", "setuptools")
@@ -57,14 +57,15 @@ def obtain_wheel(target: Target, report: Report, wheel_directory: Path | None = 
 
     `on_wait` is called when another process builds the same wheel. With `wheel_directory` the wheel is put there too.
     """
+    given = find_wheel(target, wheel_directory)
+    if given:
+        return given
     directory = make_folder(cache_directory(target), "set XDG_CACHE_HOME to a folder of yours")
     if wheel_directory:
         make_folder(wheel_directory, "give --wheel-dir a folder of yours")
     with locked(directory / "lock", on_wait):
-        wheel = find_wheel(target, directory, wheel_directory) or build_wheel(target, directory, report)
-    if wheel_directory and wheel.parent != wheel_directory:
-        wheel = Path(shutil.copy2(wheel, wheel_directory))
-    return wheel
+        wheel = find_wheel(target, directory) or build_wheel(target, directory, report)
+    return Path(shutil.copy2(wheel, wheel_directory)) if wheel_directory else wheel
 
 
 def make_folder(path: Path, advice: str) -> Path:
@@ -131,10 +132,11 @@ def build_environment(target: Target, directory: Path) -> dict[str, str]:
 
 def cuda_settings(directory: Path) -> dict[str, str]:
     """Where nvcc and NCCL are: the NCCL that pip installed for the framework if there is one, else the system's."""
-    settings = {}
+    settings: dict[str, str] = {}
     nvcc = find_nvcc()
-    if nvcc is not None and str(nvcc) != shutil.which("nvcc"):
-        settings |= dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME"), str(nvcc.resolve().parents[1]))
+    toolkit = find_toolkit(nvcc) if nvcc else None
+    if toolkit:
+        settings |= {"HOROVOD_CUDA_HOME": str(toolkit), "CUDA_HOME": str(toolkit)}  # Horovod's CMake, and PyTorch's part
     nccl = find_nccl()
     if nccl is not None and "HOROVOD_NCCL_HOME" not in os.environ:
         settings |= {"HOROVOD_NCCL_HOME": str(link_nccl(nccl, directory / "nccl")), "HOROVOD_NCCL_LINK": "SHARED"}
@@ -214,41 +216,3 @@ def install_wheel(wheel: Path) -> None:
     """Install the wheel itself, nothing it names as its needs, but the few small packages that it imports."""
     install_missing(RUNTIME_NEEDS)
     run_installer(["--no-deps", str(wheel)])
-
-
-def install_missing(names: Sequence[str]) -> None:
-    """Install those of the packages that this Python lacks."""
-    missing = [name for name in names if find_distribution(name) is None]
-    if missing:
-        run_installer(missing)
-
-
-def run_installer(arguments: Sequence[str]) -> None:
-    """`pip install`, or `uv pip install` where the environment has no pip."""
-    command = [*install_command(), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    importlib.invalidate_caches()
-    if done.returncode:
-        lines = "\n".join(done.stdout.strip().splitlines()[-8:])
-        raise LaunchError(f"{lines}\n`{' '.join(command)}` failed")
-
-
-def install_command() -> list[str]:
-    """The installer that the user works with, up to the names of what to install."""
-    uv = shutil.which("uv")
-    if uv and importlib.util.find_spec("pip") is None:
-        return [uv, "pip", "install", "--python", sys.executable]
-    return [*pip_command(), "install"]
-
-
-def pip_command() -> list[str]:
-    """pip run by this Python; in an environment without it, the copy that Python itself carries, run from its file."""
-    if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
-    ensurepip = importlib.util.find_spec("ensurepip")
-    bundled = sorted(Path(str(ensurepip.origin)).parent.glob("_bundled/pip-*.whl")) if ensurepip else []
-    if not bundled:
-        raise MissingDependencyError(
-            f"downloading Horovod's source needs pip, and {sys.executable} has none: `python -m ensurepip`, or with uv `uv pip install pip`"
-        )
-    return [sys.executable, str(bundled[-1] / "pip")]

@@ -121,12 +121,19 @@ def gpu_visible() -> bool:
 def find_nvcc() -> Path | None:
     """The CUDA compiler: of the toolkit that HOROVOD_CUDA_HOME or CUDA_HOME names, on PATH, or in the usual folder."""
     homes = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
-    named = [str(Path(home, "bin", "nvcc")) for home in homes if home]
-    located = [shutil.which(program) for program in (*named, "nvcc", "/usr/local/cuda/bin/nvcc")]
-    found = [Path(program) for program in located if program]
+    named = filter(None, (shutil.which(Path(home, "bin", "nvcc")) for home in homes if home))
+    on_path, usual = shutil.which("nvcc"), shutil.which("/usr/local/cuda/bin/nvcc")
     # the one on PATH may be a script that calls another: CMake would look for the toolkit around the script
-    complete = [nvcc for nvcc in found if Path(nvcc.resolve().parents[1], "include", "cuda_runtime.h").exists()]
-    return next(iter(complete + found), None)
+    alone = on_path and find_toolkit(Path(on_path)) is None
+    found = next(named, None) or (usual if alone else on_path) or usual or on_path
+    return Path(found) if found else None
+
+
+def find_toolkit(nvcc: Path) -> Path | None:
+    """The folder of the CUDA toolkit around this compiler, None if its headers are not there."""
+    home = nvcc.resolve().parents[1]
+    headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]  # the second: conda
+    return home if headers else None
 
 
 def choose_cuda(frameworks: Sequence[Framework], *, gpu: bool, nvcc: Path | None, cpu: bool) -> str | None:

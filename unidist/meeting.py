@@ -4,22 +4,14 @@ import contextlib
 import os
 import re
 import socket
-import stat
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from unidist import httpstore, tcpstore
-from unidist.control_server import Server
-from unidist.errors import CollectiveTimeoutError, LaunchError
-from unidist.wire import Message, Stream
+from unidist import filestore, httpstore, tcpstore
+from unidist.errors import LaunchError
 from unidist.world import World
 
-_RETRY = 0.05
 _FIRST_PORT = 28500
-_PATIENCE = 3.0  # seconds for one of the server's names to answer; it may have names that nobody can reach
 
 
 def _nothing() -> None: ...
@@ -51,76 +43,10 @@ def find(world: World, environ: Mapping[str, str], generation: int, meet: Callab
         return _torchrun(environ, generation, one_host)
     if world.launcher == "horovodrun" and environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         return _horovodrun(environ, generation, one_host)
-    if one_host and world.launcher != "environment variables":
-        return _file(world, environ, generation)
+    job = _job(environ)
+    if one_host and world.launcher != "environment variables" and (job or not environ.get("MASTER_ADDR")):
+        return _file(world, job or f"parent-{os.getppid()}", generation)
     return _master(world, environ, one_host)
-
-
-def serve(world: World, place: Meeting, generation: int) -> Server:
-    """Rank 0's server, listening and published."""
-    try:
-        server = Server(world.size, host=place.bind, port=place.port, token=place.token, generation=generation)
-    except OSError as error:
-        raise LaunchError(
-            f"rank 0 can't listen on port {place.port}, which {place.where} names: {error.strerror or error}; choose a free port"
-        ) from error
-    server.start()
-    place.publish(f"{','.join(place.hosts)}:{server.port}/{server.token}")
-    return server
-
-
-def reach(place: Meeting, server: Server | None, hello: Message, deadline: float) -> tuple[str, Stream]:
-    """The server's address and a connection to it; waits for rank 0 until the deadline."""
-    if server is not None:
-        own = f"{place.bind or '127.0.0.1'}:{server.port}/{server.token}"
-        return own, open_stream(own, hello, deadline)
-    start, problem = time.monotonic(), ""
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            address = place.lookup(left)
-            if address is not None:
-                return address, open_stream(address, hello, deadline)
-        except (OSError, ValueError, _NotYet) as error:
-            problem = f" (the last try: {error})"
-        time.sleep(_RETRY)
-    raise CollectiveTimeoutError(
-        f"rank {hello['rank']} waited {time.monotonic() - start:.0f} s in unidist.init for rank 0, looking at {place.where}{problem}"
-    )
-
-
-class _NotYet(Exception):
-    """What answers at the address is an earlier job, or none of ours: look again."""
-
-
-def open_stream(address: str, hello: Message, deadline: float) -> Stream:
-    """A connection whose hello was accepted; tries the address's hosts in order."""
-    names, _, rest = address.rpartition(":")
-    port, _, token = rest.partition("/")
-    problem: OSError | None = None
-    for host in names.split(","):
-        left = min(max(deadline - time.monotonic(), 0.01), _PATIENCE)
-        try:
-            stream = Stream(socket.create_connection((host, int(port)), timeout=left))
-        except OSError as error:
-            problem = error
-            continue
-        return _greet(stream, {**hello, "token": token}, left)
-    raise problem or OSError(f"no host in {address!r}")
-
-
-def _greet(stream: Stream, hello: Message, timeout: float) -> Stream:
-    try:
-        stream.send(hello)
-        answer = stream.receive(timeout)
-    except (OSError, ValueError):
-        stream.close()
-        raise
-    if "hello" in answer:
-        return stream
-    stream.close()
-    if answer.get("error") == "launch":
-        raise LaunchError(answer["text"])
-    raise _NotYet(answer.get("text", "something that isn't unidist answered"))
 
 
 def _given(meet: Callable[[str | None], str], one_host: bool) -> Meeting:
@@ -168,43 +94,29 @@ def _horovodrun(environ: Mapping[str, str], generation: int, one_host: bool) -> 
     )
 
 
-def _file(world: World, environ: Mapping[str, str], generation: int) -> Meeting:
-    """All ranks on one host: a file that only this user can read, named after the job. Rank 0 writes it in one step."""
-    path = _private_directory() / f"{_job(environ)}-{generation}"
-
-    def publish(address: str) -> None:
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.unlink(missing_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(address)
-        draft.replace(path)
-
-    def lookup(_: float) -> str | None:
-        return path.read_text() if path.exists() else None
-
-    def forget() -> None:
-        if world.rank == 0:
-            path.unlink(missing_ok=True)
-
-    return Meeting(f"the file {path}", publish, lookup, bind="127.0.0.1", hosts=("127.0.0.1",), forget=forget)
+def _file(world: World, job: str, generation: int) -> Meeting:
+    """All ranks on one host: a file named after the job, which rank 0 writes and takes away when all have met."""
+    path = filestore.path_of(f"{job}-{generation}")
+    return Meeting(
+        f"the file {path}",
+        lambda address: filestore.put(path, address),
+        lambda _: filestore.get(path),
+        bind="127.0.0.1",
+        hosts=("127.0.0.1",),
+        forget=(lambda: filestore.forget(path)) if world.rank == 0 else _nothing,
+    )
 
 
-def _private_directory() -> Path:
-    path = Path(tempfile.gettempdir()) / f"unidist-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    state = path.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise LaunchError(f"{path} has to be a directory of this user alone (mode 0700), since the ranks meet there: remove it")
-    return path
-
-
-def _job(environ: Mapping[str, str]) -> str:
-    """The launcher's name of this job; without one, the process that started all ranks."""
+def _job(environ: Mapping[str, str]) -> str | None:
+    """The launcher's own name of this job; None where it has none."""
     if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
-        return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+        return _plain(f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "TORCHELASTIC_RUN_ID")
-    name = next((f"{name}-{environ[name]}" for name in names if environ.get(name)), "parent")
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{name}-{os.getppid()}" if name == "parent" else name)
+    return next((_plain(f"{name}-{environ[name]}") for name in names if environ.get(name)), None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
 
 
 def _master(world: World, environ: Mapping[str, str], one_host: bool) -> Meeting:

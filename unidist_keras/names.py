@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-_AUTOMATIC = re.compile(r"_\d+(?=/|$)")
+_AUTOMATIC = re.compile(r"_\d+(?=[/_]|$)")  # "dense_1/kernel", and "dense_1_kernel_momentum" of an optimizer
 
 
 def numbered(variables: Sequence[Any]) -> dict[str, Any]:

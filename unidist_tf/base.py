@@ -186,6 +186,14 @@ class TFBackend(Backend):
         """
         return [function(batch, sizes[0], *numbers)]
 
+    def _on_replicas(self, function: Callable[..., Any], *numbers: tf.Tensor) -> list[Any]:
+        """In a traced function: the results of `function(*numbers)` on this process's replicas."""
+        return [function(*numbers)]
+
+    def _update_metric(self, metric: Any, targets: Any, outputs: Any, sample_weight: Any) -> None:
+        """Add this process's share to a metric object of Keras."""
+        metric.update_state(targets, outputs, sample_weight=sample_weight)
+
     def _sizes(self, batch: Any, share: Share | None) -> list[int]:
         """Samples of this process's replicas."""
         if share is not None:

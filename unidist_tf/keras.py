@@ -83,8 +83,11 @@ def _apply(backend: TFBackend, optimizer: Any, grads: list[Any], variables: Any)
 
 
 def apply_reduced(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
-    """Keras' own update with gradients that are the same on all replicas."""
-    return type(optimizer).apply(optimizer, grads, variables)
+    """Keras' own update with gradients that are the same on all replicas.
+
+    Rows of a sparse gradient that repeat are summed first: Keras squares them one by one, which is not what Adam means.
+    """
+    return type(optimizer).apply(optimizer, [gradients.merged_rows(g) for g in grads], variables)
 
 
 def check_compiled(model: Any, backend: TFBackend) -> None:

@@ -11,13 +11,13 @@ import torch
 from unidist.errors import MismatchError
 from unidist.nest import leaves
 from unidist_keras.fit import divide
-from unidist_keras.names import check_built, model_variables
+from unidist_keras.names import check_built, model_variables, numbered
 from unidist_torch.transport import Transport
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
 
-__all__ = ["adapt_model", "adapt_optimizer", "average", "check_built", "model_variables", "same_hyperparameters"]
+__all__ = ["adapt_model", "adapt_optimizer", "average", "check_built", "model_variables", "numbered", "same_hyperparameters"]
 
 
 def adapt_model(model: Any, backend: TorchBackend) -> None:

@@ -48,7 +48,9 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def optimizer_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
     """The tensors of an optimizer's state by place."""
     if not is_native_optimizer(optimizer):
-        return {f"{i}/{v.name}": v.value for i, v in enumerate(optimizer.variables)}
+        from unidist_torch.keras import numbered
+
+        return {name: variable.value for name, variable in numbered(optimizer.variables).items()}
     found = {}
     for index, state in optimizer.state_dict()["state"].items():
         found.update({f"{index}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)})

@@ -23,22 +23,19 @@ NVCC = Path("/toolkit/bin/nvcc")
 
 SOURCE = {  # the lines of the release that the edits are about
     "CMakeLists.txt": 'set(CMAKE_CXX_STANDARD 14)\nstring(PREPEND GLOO_CMAKE "set(CMAKE_CXX_STANDARD 17)\\n")\n',
-    "horovod/torch/CMakeLists.txt": (
-        "if (HAVE_CUDA AND NOT Pytorch_CUDA)\n    message(FATAL_ERROR)\n"
-        "endif()\n    set(CMAKE_CXX_STANDARD 14)\n"
-    ),
+    "horovod/torch/CMakeLists.txt": "    set(CMAKE_CXX_STANDARD 14)\n",
     "horovod/tensorflow/CMakeLists.txt": (
         'set(CMAKE_CXX_STANDARD 17)\nlist(APPEND S "mpi_ops.cc")\nlist(APPEND S "xla_mpi_ops.cc")\nset_output_dir()\n'
     ),
     "horovod/common/gloo/gloo_controller.cc": "  global_ranks_.reserve(size_);\n",
+    "cmake/Modules/FindPytorch.cmake": "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
 }
 EDITED = {
     "CMakeLists.txt": 'set(CMAKE_CXX_STANDARD 20)\nstring(PREPEND GLOO_CMAKE "set(CMAKE_CXX_STANDARD 20)\\n")\n',
-    "horovod/torch/CMakeLists.txt": (
-        "if (HAVE_CUDA AND NOT Pytorch_CUDA)\n    message(FATAL_ERROR)\nendif()\n    set(CMAKE_CXX_STANDARD 20)\n"
-    ),
+    "horovod/torch/CMakeLists.txt": "    set(CMAKE_CXX_STANDARD 20)\n",
     "horovod/tensorflow/CMakeLists.txt": ('set(CMAKE_CXX_STANDARD 20)\nlist(APPEND S "mpi_ops.cc")\nset_output_dir()\n'),
     "horovod/common/gloo/gloo_controller.cc": "  global_ranks_.resize(size_);\n",
+    "cmake/Modules/FindPytorch.cmake": ("print(True if '$ENV{HOROVOD_GPU_OPERATIONS}' and torch.version.cuda and CUDA_HOME else False)"),
 }
 
 
@@ -162,6 +159,20 @@ def test_nvcc_is_found_in_the_named_toolkit(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))
     assert horovod_target.find_nvcc() == nvcc
+
+
+def test_a_toolkit_is_known_by_its_headers(tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    assert horovod_target.find_toolkit(nvcc) is None  # as around a script that calls the toolkit's nvcc
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    assert horovod_target.find_toolkit(nvcc) == tmp_path
+
+
+def test_a_folder_that_cant_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="set XDG_CACHE_HOME"):
+        horovod_build.make_folder(tmp_path / "file" / "cache", "set XDG_CACHE_HOME to a folder of yours")
 
 
 def test_a_gpu_machine_without_nvcc_is_an_error_unless_the_cpu_will_do() -> None:

@@ -42,11 +42,11 @@ class Output:
     def open(self, rank: int) -> tuple[int | None, int | None]:
         """The descriptors for a worker's stdout and stderr, which the caller closes after the start; None inherits."""
         if self.tee:
-            copy = self.log(rank).open("ab", buffering=0) if self.keep else None
+            copy = self.log(rank).open("wb", buffering=0) if self.keep else None
             return self._pipe(rank, sys.stdout.buffer, copy), self._pipe(rank, sys.stderr.buffer, copy)
         if rank == 0:
             return None, None
-        log = os.open(self.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(self.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         return log, os.dup(log)
 
     def _pipe(self, rank: int, target: BinaryIO, copy: BinaryIO | None) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import unidist
 from unidist import frameworks
-from unidist.context import current_backend
+from unidist.context import current, current_backend
 from unidist.errors import CollectiveTimeoutError, MismatchError, NotInitializedError, PeerFailedError, UnsupportedError
 from unidist.testing import outcomes
 from unidist.testing.bench import Bench
@@ -49,14 +49,14 @@ class Worker:
             started = time.perf_counter()
             status, message = self._run(check)
             seconds = time.perf_counter() - started
-            together = check.ends_job or self._meet(check)
-            if not together:
+            met = [status] if check.ends_job else self._meet(check, status)
+            if not met:
                 status, message = outcomes.FAILED, message or "the other ranks did not come to the end of this check"
             self._write(check, status, seconds, message)
             fine = fine and status != outcomes.FAILED
-            if not together:
+            if not met:
                 return False
-            self._clean()
+            self._clean(again=outcomes.FAILED in met and not check.ends_job)
         return fine
 
     def _run(self, check: Check) -> tuple[str, str]:
@@ -94,22 +94,26 @@ class Worker:
         gc.freeze()  # a collection after each check then looks at what the check left, and at nothing else
         return bench
 
-    def _meet(self, check: Check) -> bool:
-        """All ranks have ended this check; ranks that are elsewhere get an error there, and come then."""
+    def _meet(self, check: Check, status: str) -> list[str]:
+        """Every rank's status, when all have ended this check; ranks that are elsewhere get an error there, and come then."""
         for _ in range(_ROUNDS):
             try:
-                current_backend().control.gather(f"the end of check {check.name}", "", timeout=2 * self._timeout)
+                return current_backend().control.gather(f"the end of check {check.name}", status, timeout=2 * self._timeout)
             except (MismatchError, CollectiveTimeoutError):
                 continue
             except (PeerFailedError, NotInitializedError):
-                return False
-            return True
-        return False
+                break
+        return []
 
     @staticmethod
-    def _clean() -> None:
+    def _clean(again: bool) -> None:
+        """Forget what the check left; after a failure the engine may be broken, so that all join anew."""
         current_backend().shares.clear()
         gc.collect()
+        if again:
+            request = dict(current()._request)
+            unidist.shutdown()
+            unidist.init(**request)
 
     def _write(self, check: Check, status: str, seconds: float = 0.0, message: str = "") -> None:
         outcome = Outcome(check.name, check.point, check.title, status, round(seconds, 4), message)
