@@ -142,6 +142,10 @@ class Backend(ABC):
         """Gradients of `scale * loss`, or with (total, weight) of the sum of totals over the sum of weights, reduced."""
         raise UnsupportedError(f"{self.framework}/{self.name} has no backward")
 
+    def _seen_scale(self) -> Any:
+        """How the batch last drawn counts in plain calls: a number; on TensorFlow a tensor inside a traced function."""
+        return self.shares.seen().scale
+
     def _average(self, gradients: Sequence[Any], *, scale: float | None, weight: Any) -> list[Any]:
         """The reduced gradients; local ones count by `scale`, or by the local `weight` over the sum of weights."""
         raise UnsupportedError(f"{self.framework}/{self.name} has no reduce_gradients")

@@ -39,6 +39,9 @@ _TRACEBACK_LINES = 12
 _generations = itertools.count()
 
 
+def _nothing() -> None: ...
+
+
 class Control:
     """This rank's end of the control plane. A job of one answers itself at once, without a server."""
 
@@ -47,6 +50,7 @@ class Control:
         self.size = size
         self.timeout = timeout
         self.hosts: list[str] = [socket.gethostname()] * size
+        self.rank_0_host = "127.0.0.1"  # the address at which this rank reached rank 0's machine
         self._pid = os.getpid()
         self._stream: Stream | None = None
         self._server: Server | None = None
@@ -57,6 +61,7 @@ class Control:
         self._sending = threading.Lock()
         self._asking = threading.Lock()
         self._closed = False
+        self._unhook: Callable[[], None] = _nothing
 
     @classmethod
     def alone(cls) -> "Control":
@@ -129,6 +134,7 @@ class Control:
                 self._ask({"op": "bye"}, 0.0)
             self._stream.close()
         self._closed = True
+        self._unhook()
         atexit.unregister(self._at_exit)
         if self._server is not None:
             self._server.wait_ended(_GOODBYE)
@@ -206,6 +212,7 @@ def _join(control: Control, place: "meeting.Meeting", generation: int, deadline:
     """Opens both connections and waits for all ranks."""
     hello = {"rank": control.rank, "size": control.size, "generation": generation}
     address, control._stream = control_client.reach(place, control._server, {**hello, "kind": "main"}, deadline)
+    control.rank_0_host = control._stream.host
     watching = control_client.open_stream(address, {**hello, "kind": "watch"}, deadline)
     server = "rank 0" if place.served_by_rank_0 else "unidist run"
     control._watchdog = Watchdog(watching, control._spot, control.rank, control.size, grace, server)
@@ -215,7 +222,7 @@ def _join(control: Control, place: "meeting.Meeting", generation: int, deadline:
 
 
 def report_uncaught(control: Control) -> None:
-    """Posts an exception that ends this process to the other ranks, then does what `sys.excepthook` did before."""
+    """Posts an exception that ends this process to the other ranks, then does what `sys.excepthook` did; until `close`."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
@@ -223,4 +230,9 @@ def report_uncaught(control: Control) -> None:
         control.fail("\n".join(lines[-_TRACEBACK_LINES:]))
         return previous(kind, error, trace)
 
+    def unhook() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = previous
+
     sys.excepthook = hook
+    control._unhook = unhook

@@ -4,6 +4,9 @@
 class UnidistError(Exception):
     """Base of all errors that unidist raises itself."""
 
+    # TensorFlow's autograph keeps the type of an error that was raised while tracing only where it knows this constructor.
+    __init__ = Exception.__init__
+
 
 class UnknownBackendError(UnidistError, ValueError):
     """A backend or framework name that nobody registered."""

@@ -113,12 +113,15 @@ def reduce_gradients(gradients: Sequence[Any], *, weight: Any = None, share: Sha
     return backend._average(gradients, scale=_scale(backend, weight, share, None), weight=weight)
 
 
-def _scale(backend: Backend, weight: Any, share: Share | None, loss: Any) -> float | None:
+def _scale(backend: Backend, weight: Any, share: Share | None, loss: Any) -> Any:
     if weight is not None and share is not None:
         raise ValueError("give weight or share, not both")
-    if weight is not None or isinstance(loss, tuple):
+    if weight is not None:
         return None
-    return share.scale if share is not None else backend.shares.seen().scale
+    if isinstance(loss, tuple):  # its own weight counts, unless the sample is a borrowed one
+        drawn = share if share is not None else backend.shares.last
+        return 0.0 if drawn is not None and drawn.size == 0 else None
+    return share.scale if share is not None else backend._seen_scale()
 
 
 def accumulate(data: Iterable[Any], k: int) -> Iterator[Accumulated]:

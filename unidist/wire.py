@@ -73,6 +73,7 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
+        self.host: str = connection.getpeername()[0]
         self._socket = connection
         self._buffer = bytearray()
         self._ready: list[Message] = []

@@ -141,6 +141,16 @@ class TFBackend(Backend):
         """How the batch last drawn counts: a number, or in a traced function a tensor that is read whenever it runs."""
         return self.shares.seen().scale if tf.executing_eagerly() else self.shares.traced_scale()
 
+    def _bounded(self, operation: str) -> contextlib.AbstractContextManager[Any]:
+        """Around a call that may wait for other ranks."""
+        return self.control.waiting(operation)
+
+    def _later_scale(self) -> Any:
+        """How a gradient that is taken here will count later, in `apply`."""
+        if self.counting.scaled:
+            return 1.0
+        return self._seen_scale() if self.counting.weight is None else self.counting.weight
+
     def _num_parts(self) -> int:
         """How many gradients `_sum` adds where it is called."""
         return 1

@@ -53,7 +53,7 @@ class Evaluations:
         objects = [metric for metric in metrics.values() if is_metric(metric)]
         traced = self._find(model, loss, functions)
         sizes = self._backend._sizes(batch, share)
-        with self._backend.control.waiting("evaluate"):
+        with self._backend._bounded("evaluate"):
             sums, outputs = traced(batch, self._numbers.vector(sizes))
         if objects and sum(sizes):
             self._update(objects, batch, outputs, sizes)

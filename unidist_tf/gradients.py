@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from unidist_tf.tensors import as_dtype
+
 Gradients = Sequence[Any]
 
 
@@ -29,13 +31,13 @@ def scaled(gradients: Gradients, factor: Any) -> list[Any]:
             return list(gradients)
         if factor == 0.0:
             return each(tf.zeros_like, gradients)
-        return each(lambda g: g * tf.cast(factor, g.dtype), gradients)
-    return each(lambda g: tf.where(factor > 0, g * tf.cast(factor, g.dtype), tf.zeros_like(g)), gradients)
+        return each(lambda g: g * as_dtype(factor, g.dtype), gradients)
+    return each(lambda g: tf.where(factor > 0, g * as_dtype(factor, g.dtype), tf.zeros_like(g)), gradients)
 
 
 def divided(gradients: Gradients, total: Any) -> list[Any]:
     """Over a 0-d tensor; zeros where that is 0."""
-    return each(lambda g: tf.math.divide_no_nan(g, tf.cast(total, g.dtype)), gradients)
+    return each(lambda g: tf.math.divide_no_nan(g, as_dtype(total, g.dtype)), gradients)
 
 
 def kept_if(counts: Any, gradients: Gradients) -> list[Any]:
@@ -76,17 +78,17 @@ def clip(gradients: Gradients, max_norm: float | None, max_value: float | None) 
     whole = [merged_rows(g) for g in gradients]
     norm = tf.linalg.global_norm([g for g in whole if g is not None])
     if max_norm is not None:
-        factor = tf.cast(max_norm, norm.dtype) / tf.maximum(norm, tf.cast(max_norm, norm.dtype))
-        whole = each(lambda g: g * tf.cast(factor, g.dtype), whole)
+        factor = as_dtype(max_norm, norm.dtype) / tf.maximum(norm, as_dtype(max_norm, norm.dtype))
+        whole = each(lambda g: g * as_dtype(factor, g.dtype), whole)
     if max_value is not None:
-        whole = each(lambda g: tf.clip_by_value(g, tf.cast(-max_value, g.dtype), tf.cast(max_value, g.dtype)), whole)
+        whole = each(lambda g: tf.clip_by_value(g, as_dtype(-max_value, g.dtype), as_dtype(max_value, g.dtype)), whole)
     return whole, norm
 
 
 def cast_weight(weight: Any, gradients: Gradients) -> tf.Tensor:
     """A weight as a 0-d tensor that sums exactly: float64 beside float64 gradients, else float32."""
     wide = any(g is not None and g.dtype == tf.float64 for g in gradients)
-    return tf.cast(weight, tf.float64 if wide else tf.float32)
+    return as_dtype(weight, tf.float64 if wide else tf.float32)
 
 
 class Reduced(threading.local):

@@ -2,7 +2,8 @@
 
 Private names of Keras that are touched: on optimizers `_trainable_variables` (what it was built for), `_all_reduce_sum_gradients`
 (replaced under MirroredStrategy, where `apply` has reduced before clipping) and `_learning_rate` (state.py, a schedule from rank 0);
-those of `keras.src.losses.loss` are in losses.py.
+those of `keras.src.losses.loss` are in losses.py. On models `_maybe_symbolic_build` (replaced under MirroredStrategy: Keras builds
+from the mean of the replicas' first rows, which fails when those are uneven) and `_symbolic_build`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
 
 
 class Counting(threading.local):
-    """What the gradients of the train step of `fit` that runs in this thread (one per replica) count for; None elsewhere."""
+    """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
+
+    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
+    it counts before gradients are taken, so that nothing is multiplied later.
+    """
 
     weight: Any = None
+    scaled: bool = False
 
 
 class _OnInstance:
@@ -117,6 +123,30 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
         return _mean_logs(model, backend, logs, rows)
 
     model.train_step = train_step
+
+
+def without_xla(model: Any) -> None:
+    """Horovod's operations have no XLA form, and on GPUs Keras compiles by itself."""
+    original = model.make_train_function
+
+    def make_train_function(force: bool = False) -> Any:
+        model.jit_compile = False
+        return original(force=force)
+
+    model.make_train_function = make_train_function
+
+
+def install_build(model: Any, strategy: Any) -> None:
+    """Metrics and losses are built from the first replica's rows of the first batch."""
+
+    def build(iterator: Any = None, data_batch: Any = None) -> None:
+        if iterator is not None:
+            batch = next(next(data for _, _, data in iterator))
+            data_batch = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], batch)
+        with strategy.scope():
+            model._symbolic_build(data_batch=data_batch)
+
+    model._maybe_symbolic_build = build
 
 
 def num_rows(data: Any) -> tf.Tensor:

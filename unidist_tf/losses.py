@@ -18,6 +18,7 @@ from keras.src.losses import loss as keras_loss
 
 from unidist import frameworks
 from unidist.errors import MissingDependencyError, UnsupportedError
+from unidist_tf.tensors import as_dtype
 
 _NAMES = ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values")
 SUM = "sum"  # in place of a denominator: the loss is a sum and divides by nothing
@@ -169,7 +170,7 @@ class Losses:
     def _reduced(self, result: Any, sample_weight: Any) -> Counted:
         if isinstance(result, tuple):
             total = tf.convert_to_tensor(result[0])
-            return Counted(total, tf.stop_gradient(tf.cast(result[1], total.dtype)))
+            return Counted(total, tf.stop_gradient(as_dtype(result[1], total.dtype)))
         value = tf.convert_to_tensor(result)
         if value.shape.rank == 0:
             if sample_weight is not None:

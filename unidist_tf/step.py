@@ -46,7 +46,7 @@ class TFStep(Step):
         sizes = self._tf._sizes(batch, share)
         scale = factor / (self._tf.world.size * max(sum(sizes), 1))
         numbers = self._numbers.vector(sizes), self._numbers.scalar(scale)
-        with self._tf.control.waiting("the training step"):
+        with self._tf._bounded("the training step"):
             if self._held is None:
                 loss, weight, self.last_norm = self._whole(batch, *numbers)
             else:
@@ -101,10 +101,12 @@ class TFStep(Step):
 
     def _gradients(self, batch: Any, size: Any, scale: Any) -> tuple[Counted, list[Any]]:
         """The loss of one replica, and the gradients of what it adds to the loss of the window; zeros for a borrowed row."""
+        self._tf.counting.scaled = True
         with tf.GradientTape() as tape:
             value, weight = self._losses_of.of_batch(batch)
             part = value * tf.cast(scale * tf.cast(size, scale.dtype), value.dtype) if weight is None else value
         gradients = tape.gradient(part, [state.raw(variable) for variable in self._variables])
+        self._tf.counting.scaled = False
         if self._tf.num_replicas > 1:
             gradients = grads.kept_if(size > 0, gradients)
         if weight is not None:

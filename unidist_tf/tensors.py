@@ -82,6 +82,11 @@ def widen(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+def as_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """A number or tensor in a dtype; tf.cast would pass a Python float through float32."""
+    return tf.constant(value, dtype) if isinstance(value, (int, float)) else tf.cast(value, dtype)
+
+
 def as_batch(leaf: Any) -> Any:
     """An array of a batch as a tensor of the same dtype; None and tensors as they are."""
     if leaf is None or isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):

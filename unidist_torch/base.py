@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,9 @@ class TorchBackend(Backend):
     def _start(self) -> None:
         self._device = local_device(self.world)
         self._engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # Models by their number in the order of wrapping, which all ranks share; whether each had running statistics.
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._wrapped: list[bool] = []
         self._attached = 0
         # optimizer: (when it was worked out, engines that hold its parameters, their passes at its last step)
         self._holds: weakref.WeakKeyDictionary[Any, tuple[Any, list[Engine], dict[Engine, int]]] = weakref.WeakKeyDictionary()
@@ -76,6 +79,8 @@ class TorchBackend(Backend):
             from unidist_torch.keras import check_built
 
             check_built(model)
+            if options:
+                raise TypeError(f"wrap_model got options that mean nothing for a Keras model: {sorted(options)}")
         model.to(self._device)
         if sync_batchnorm:
             self._sync_batchnorm(model)
@@ -84,7 +89,8 @@ class TorchBackend(Backend):
             self._attach(model, find_unused=find_unused_parameters, options=options)
         else:
             self._adapt_keras(model)
-        self._models.add(model)
+        self._models[model] = len(self._wrapped)
+        self._wrapped.append(bool(running_statistics(model)))
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed + 1_000_003 * (self.world.rank + 1))
         return model
@@ -181,6 +187,11 @@ class TorchBackend(Backend):
                     "gradients were computed by a forward pass that went around the model's own call (another method than "
                     "model(...)), so they were not exchanged; call the model itself, or wrap the module whose call it is"
                 ))  # fmt: skip
+            if engine.repeated():
+                raise_everywhere(UnsupportedError(
+                    "gradients came several times in one backward pass (reentrant activation checkpointing), of which the engine exchanges "
+                    "the first: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or pass static_graph=True to wrap_model"
+                ))  # fmt: skip
             unused = engine.unexchanged() if engine.forwards else []
             if unused:
                 raise_everywhere(MismatchError(
@@ -211,6 +222,8 @@ class TorchBackend(Backend):
         return state.model_tensors(obj) if isinstance(obj, torch.nn.Module) else state.optimizer_tensors(obj)
 
     def _has_state(self, obj: Any) -> bool:
+        if isinstance(obj, dict) and hasattr(obj, "_metadata"):
+            raise TypeError("this is a model's state_dict, whose tensors are the model's own: call unidist.broadcast(model), which sets them in place")
         return state.has_state(obj)
 
     def _same_start(self, obj: Any, root: int) -> None:
@@ -225,19 +238,24 @@ class TorchBackend(Backend):
             state.broadcast_state(self.transport, self.control, self.world.rank, obj, root, broadcast_object)
 
     def _end_of_pass(self) -> None:
-        if self.world.size == 1:
+        if self.world.size == 1 or not any(self._wrapped):
             return
-        for model in self._models:
-            statistics = running_statistics(model)
-            if statistics:
-                state.broadcast_tensors(self.transport, self.control, "the running statistics", statistics, 0)
+        mine = {number: model for model, number in self._models.items() if self._wrapped[number]}
+        # A model that one rank has dropped already, at its garbage collector's whim, is nobody's concern any more.
+        alive = [set(json.loads(row)) for row in self.control.gather("the running statistics", json.dumps(list(mine)))]
+        with torch.no_grad():
+            for number in sorted(set.intersection(*alive)):
+                for tensor in running_statistics(mine[number]).values():
+                    tensor.copy_(self.transport.broadcast(tensor.detach().contiguous(), 0))
 
     # exchange
 
     def _backward(self, loss: Any, *, scale: float | None, weight: Any) -> None:
         if isinstance(loss, tuple):
-            total, weight = loss
-            loss, scale = total, self._weight_scale(torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach())
+            loss, weight = loss
+            weight = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device).detach()
+            factor = self._weight_scale(weight if scale is None else torch.zeros_like(weight))
+            scale = factor if scale is None else scale
         elif loss.ndim:
             loss = loss.reshape(loss.shape[0], -1).mean(1).mean()
         if weight is not None and scale is None:
@@ -390,7 +408,9 @@ class TorchBackend(Backend):
 def running_statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers by name, and what Keras holds as non-trainable variables."""
     if frameworks.is_keras(model):
-        return {f"{i}/{v.path}": v.value for i, v in enumerate(model.non_trainable_variables) if "seed" not in v.path}
+        from unidist_torch.keras import numbered
+
+        return {name: v.value for name, v in numbered(model.non_trainable_variables).items() if "seed" not in name}
     return dict(model.named_buffers())
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unidist import frameworks
+from unidist.errors import UnsupportedError
 from unidist_torch.hooks import _BATCHNORM
 
 if TYPE_CHECKING:
@@ -14,9 +16,46 @@ if TYPE_CHECKING:
 
 def synchronise(model: torch.nn.Module, backend: TorchBackend) -> None:
     """Give every BatchNorm layer of the model a forward over all ranks' samples."""
+    if frameworks.is_keras(model):
+        synchronise_keras(model, backend)
     for module in model.modules():
         if isinstance(module, _BATCHNORM):
             module.forward = Synchronised(module, backend)  # type: ignore[method-assign]
+
+
+def synchronise_keras(model: Any, backend: TorchBackend) -> None:
+    """Give every BatchNormalization layer of a Keras model moments over all ranks' samples."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras_batchnorm()):
+            layer._moments = KerasMoments(layer, backend)
+
+
+def keras_batchnorm() -> Any:
+    """Keras' class, imported only where a Keras model is there."""
+    from keras.layers import BatchNormalization
+
+    return BatchNormalization
+
+
+class KerasMoments:
+    """In place of a Keras layer's own moments. A copy of the model has the layer's own again."""
+
+    def __init__(self, layer: Any, backend: TorchBackend) -> None:
+        self._layer = layer
+        self._backend = backend
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self._layer)._moments.__get__(memo.get(id(self._layer), self._layer))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._layer, "_moments")
+
+    def __call__(self, inputs: torch.Tensor, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if mask is not None:
+            raise UnsupportedError("sync_batchnorm does not cover masked inputs on torch")
+        channels_second = inputs.movedim(self._layer.axis, 1) if inputs.ndim > 2 else inputs
+        mean, variance, _ = _moments(channels_second, [0, *range(2, inputs.ndim)], self._backend)
+        return mean, variance
 
 
 class Synchronised:
@@ -30,7 +69,7 @@ class Synchronised:
         return type(self._module).forward.__get__(memo.get(id(self._module), self._module))
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module, "_check_input_dim")
+        return getattr, (self._module, "forward")  # when this is read again, the layer has its class's own only
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         module = self._module
@@ -67,7 +106,7 @@ def _track(module: Any, mean: torch.Tensor, variance: torch.Tensor, count: torch
     """Running statistics as the layer itself keeps them: unbiased variance, its momentum or the cumulative mean."""
     module.num_batches_tracked.add_(1)
     momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-    unbiased = variance * (count / (count - 1))
+    unbiased = variance * (count / (count - 1).clamp(min=1))
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
     module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
 

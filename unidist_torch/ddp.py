@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -69,10 +69,18 @@ class DDP(TorchBackend):
 class _Held(torch.nn.Module):
     """The parameters that DistributedDataParallel looks after, so that the model itself stays the user's."""
 
-    def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__()
-        for index, parameter in enumerate(named.values()):
+        for index, parameter in enumerate(parameters):
             self.register_parameter(str(index), parameter)
+
+
+class _SparselyHeld(torch.nn.Embedding):
+    """A parameter whose gradients are sparse, which DistributedDataParallel tells from the layer that holds it."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__(*weight.shape, sparse=True, _weight=weight.detach())
+        self.weight = weight
 
 
 class ReducerEngine(Engine):
@@ -83,6 +91,10 @@ class ReducerEngine(Engine):
         self._options = options
         self._device = device
         self._ddp: Any = None
+        self._watchers: list[Any] = []
+        self._counts: list[int] = []
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag))]
+        self._sparse = {f"{name}.weight".lstrip(".") for name, layer in layers if layer.sparse}
         super().__init__(shares, model)
 
     def _build(self) -> None:
@@ -90,10 +102,39 @@ class ReducerEngine(Engine):
         held = {name: p for name, p in self.named.items() if p.requires_grad}
         if held:
             devices = [self._device] if self._device.type == "cuda" else None
+            sparse = [name for name in held if name in self._sparse]
+            holder = _Held(p for name, p in held.items() if name not in sparse)
+            for index, name in enumerate(sparse):
+                holder.add_module(f"sparse{index}", _SparselyHeld(held[name]))
             self._ddp = torch.nn.parallel.DistributedDataParallel(
-                _Held(held), device_ids=devices, init_sync=False,
-                find_unused_parameters=self._find_unused, **self._options,
-            )  # fmt: skip
+                holder, device_ids=devices, init_sync=False, find_unused_parameters=self._find_unused, **self._options
+            )
+            if not self._options.get("static_graph"):
+                self._watch(list(held.values()))
+
+    def _watch(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Count, until one pass was checked, how often each gradient comes."""
+        self._unwatch()
+        self._counts = [0] * len(parameters)
+
+        def counter(index: int) -> Any:
+            def count(parameter: torch.Tensor) -> None:
+                self._counts[index] += 1
+
+            return count
+
+        self._watchers = [p.register_post_accumulate_grad_hook(counter(index)) for index, p in enumerate(parameters)]
+
+    def _unwatch(self) -> None:
+        for handle in self._watchers:
+            handle.remove()
+        self._watchers = []
+
+    def repeated(self) -> bool:
+        if not self._watchers or not self.drawn.exchange or not any(self._counts):
+            return False
+        self._unwatch()
+        return max(self._counts) > 1
 
     def native(self) -> Any:
         return self._ddp
@@ -102,6 +143,8 @@ class ReducerEngine(Engine):
         if self._ddp is None:
             return None
         self._ddp.require_backward_grad_sync = exchange
+        if self._watchers:
+            self._counts = [0] * len(self._counts)
         return self._ddp._pre_forward(*arguments, **keywords)
 
     def _forwarded(self, output: Any) -> Any:
@@ -118,4 +161,5 @@ class ReducerEngine(Engine):
 
     def close(self) -> None:
         super().close()
+        self._unwatch()
         self._ddp = None

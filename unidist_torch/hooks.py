@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
-from unidist.batch import EVEN, Drawn, ShareLog
+from unidist.batch import EVEN, Drawn, Share, ShareLog
 from unidist.errors import UnsupportedError
 
 _BATCHNORM = torch.nn.modules.batchnorm._BatchNorm
 # Takes any arguments and returns None; a hook that any Python can unpickle, unidist or not.
 _NOTHING = contextlib.nullcontext().__exit__
+
+
+def _normalises_alone(module: torch.nn.Module) -> bool:
+    """Whether it is a BatchNorm layer over the replica's share; synchronised ones have a forward of their own."""
+    return isinstance(module, _BATCHNORM) and not isinstance(module, torch.nn.SyncBatchNorm) and "forward" not in module.__dict__
 
 
 class Hook:
@@ -48,7 +53,7 @@ class Engine(ABC):
         self.drawn: Drawn = EVEN
         self._scaled: list[Any] = []
         self._trainable = self._requires_grad()
-        self._has_batchnorm = any(isinstance(m, _BATCHNORM) and not isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
+        self._has_batchnorm = any(_normalises_alone(module) for module in model.modules())
         self._handles = [
             model.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
             model.register_forward_hook(Hook(self._after)),
@@ -72,6 +77,10 @@ class Engine(ABC):
     @abstractmethod
     def unexchanged(self) -> list[str]:
         """After backward: the parameters because of which the exchange did not complete."""
+
+    def repeated(self) -> bool:
+        """Whether a parameter's gradient came more than once in a backward pass that exchanges once."""
+        return False
 
     def native(self) -> Any:
         """The engine's own object."""
@@ -97,8 +106,8 @@ class Engine(ABC):
             self._build()
         if self._scaled or drawn.scale != 1.0:
             self.scale_gradients(drawn.scale)
-        if self._has_batchnorm and module.training and drawn.share is not None:
-            self._check_batchnorm(drawn)
+        if self._has_batchnorm and module.training and self.shares.last is not None:
+            self._check_batchnorm(self.shares.last)
         return self._forward(arguments, keywords, drawn.exchange)
 
     def _after(self, module: torch.nn.Module, arguments: Any, output: Any) -> Any:
@@ -115,9 +124,8 @@ class Engine(ABC):
     def _requires_grad(self) -> list[bool]:
         return [p.requires_grad for p in self.parameters]
 
-    def _check_batchnorm(self, drawn: Drawn) -> None:
-        share = drawn.share
-        if share is None or min(share.sizes) > 1 or share.total == len(share.sizes) == 1:
+    def _check_batchnorm(self, share: Share) -> None:
+        if min(share.sizes) > 1 or share.total == len(share.sizes) == 1:
             return
         raise UnsupportedError(
             f"BatchNorm can't normalise a share of one sample, and the batch is split as {share.sizes}: use wrap_model("

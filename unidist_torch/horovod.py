@@ -18,6 +18,7 @@ from unidist_torch.hooks import Engine
 from unidist_torch.transport import Transport
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "product": hvd.Product}
+_WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32}  # what Horovod does not reduce as it is
 _COMPRESSION = {None: hvd.Compression.none, "fp16": hvd.Compression.fp16}
 
 
@@ -95,8 +96,9 @@ class HorovodTransport(Transport):
     def sum_(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         if tensor.numel() == 0:
             return tensor
-        if tensor.dtype is torch.bfloat16:
-            return hvd.allreduce(tensor.float(), op=_OPS[op], name=self._name()).bfloat16()  # type: ignore[no-any-return]
+        wider = _WIDER.get(tensor.dtype)
+        if wider is not None:
+            return hvd.allreduce(tensor.to(wider), op=_OPS[op], name=self._name()).to(tensor.dtype)  # type: ignore[no-any-return]
         flat = hvd.allreduce(tensor.reshape(-1), op=_OPS[op], name=self._name())
         return flat.reshape(tensor.shape)  # type: ignore[no-any-return]
 

@@ -27,7 +27,9 @@ def adapt_model(model: Any, backend: TorchBackend) -> None:
 
 
 def _train_step(backend: TorchBackend, original: Callable[[Any], Any], data: Any) -> Any:
-    with backend.fit.step(float(len(leaves(data)[0]))):
+    rows = float(len(leaves(data)[0]))
+    backend.shares.parameter_scale = rows  # what synchronised BatchNorm passes back counts as the gradients do
+    with backend.fit.step(rows):
         return original(data)
 
 

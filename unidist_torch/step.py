@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,10 @@ class Losses:
         self._compute_loss = compute_loss
         self._keras_loss = loss is not None and frameworks.is_keras(loss)
         self._keras_model = frameworks.is_keras(model)
+        self._class_loss: Any = None
+        if isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) and loss.reduction == "mean":
+            self._class_loss = copy.copy(loss)
+            self._class_loss.reduction = "sum"
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of a training batch."""
@@ -64,6 +69,10 @@ class Losses:
         """Of outputs that are there."""
         if self._keras_loss:
             return self._reduced(self._loss(targets, outputs, sample_weight=sample_weight), None)
+        if self._class_loss is not None and sample_weight is None and not targets.is_floating_point():
+            weight = class_weight(self._loss, targets)
+            if weight is not None:
+                return self._class_loss(outputs, targets), weight.to(outputs.dtype)
         return self._reduced(self._loss(outputs, targets), sample_weight)
 
     def _reduced(self, result: Any, sample_weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -88,6 +97,19 @@ class Losses:
             added = sum(penalties)
             loss = loss + (added if weight is None else added * weight)
         return loss, weight
+
+
+def class_weight(loss: Any, targets: torch.Tensor) -> torch.Tensor | None:
+    """What torch's class losses divide by for these targets; None where it is the number of samples.
+
+    Sample-wise targets with neither class weights nor an `ignore_index` of the user's are taken to ignore none.
+    """
+    if loss.weight is None and loss.ignore_index == -100 and targets.ndim < 2:
+        return None
+    counted = targets != loss.ignore_index
+    if loss.weight is None:
+        return counted.sum()
+    return (loss.weight[torch.where(counted, targets, 0)] * counted).sum()
 
 
 class TorchStep(Step):
@@ -123,11 +145,13 @@ class TorchStep(Step):
             factor = self._finish_factor(factor, weight is not None)
         elif weight is not None:
             factor = 1.0
-        self._torch.run_backward(value if factor == 1.0 else value * (factor or 1.0))
+        loss = value if factor == 1.0 else value * (factor or 1.0)
+        if self._engines:
+            self._torch.run_backward(loss)
+        else:
+            self._backward_alone(loss, empty)
         if window.complete:
-            self._update(empty)
-        elif not self._native and empty:
-            self._drop_gradients()
+            self._update()
         return self._result(value.detach(), weight, share, empty)
 
     def _begin(self) -> None:
@@ -151,7 +175,21 @@ class TorchStep(Step):
             torch._foreach_mul_(gradients, correction)
         return factor * correction if weighted or correction != 1.0 else factor
 
-    def _update(self, empty: bool) -> None:
+    def _backward_alone(self, loss: torch.Tensor, empty: bool) -> None:
+        """Where no engine is told how a pass counts (a Keras optimizer exchanges): a borrowed sample adds zeros."""
+        self._torch.shares.parameter_scale = 0.0 if empty else 1.0
+        if not empty:
+            self._torch.run_backward(loss)
+            return
+        kept = [(parameter, parameter.grad) for parameter in self._model.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        self._torch.run_backward(loss)
+        for parameter, gradient in kept:
+            if gradient is not None or parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+
+    def _update(self) -> None:
         options = self._options
         if self._native:
             self._torch.check_exchanged(self._engines)
@@ -159,19 +197,12 @@ class TorchStep(Step):
                 self.last_norm = self._torch._clip(self._optimizer, max_norm=options.clip_norm, max_value=options.clip_value)
             self._optimizer.step()
             return
-        if empty and self._window.count == 1:
-            self._drop_gradients()
         variables = self._model.trainable_variables
         gradients = [v.value.grad for v in variables]
         with torch.no_grad():
             gradients = self._torch._average(gradients, scale=1.0, weight=None)
             gradients, self.last_norm = clip(gradients, options.clip_norm, options.clip_value)
             type(self._optimizer).apply(self._optimizer, gradients, variables)
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
 
     def _result(self, value: torch.Tensor, weight: Any, share: Share | None, empty: bool) -> tuple[Any, Any]:
         if empty:

@@ -100,6 +100,7 @@ def test_all_is_well(run: Callable[..., Launch], tmp_path: Path) -> None:
     """Variables for unidist and for plain torch scripts, the rank's own output, standard input at rank 0, arguments."""
     script = """
 line = sys.stdin.read().strip()
+join().close()
 control = join()
 rows = control.gather("row", ",".join([os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], line, *sys.argv[1:]]))
 if rank == 0:
@@ -276,7 +277,7 @@ control = join()
 if rank == 1:
     control.fail("caught by the script")
 control.close()
-time.sleep(2.5)
+time.sleep(3.3)
 print("done")
 """
     job = run(script, "-n", "2")
@@ -373,13 +374,14 @@ def test_the_terminal_is_rank_0s(tmp_path: Path) -> None:
     """With a real terminal: rank 0 reads and writes it, and one Ctrl-C reaches it once."""
     script = tmp_path / "script.py"
     script.write_text(f"""
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 rank = os.environ["RANK"]
 def count(*_):
     print("INTERRUPT", flush=True)
     sys.exit(0) if rank != "0" else None
 signal.signal(signal.SIGINT, count)
 if rank == "0":
+    subprocess.run(["stty", "-echo"])
     print("TTY", sys.stdin.isatty(), sys.stdout.isatty(), "GOT", input())
 while not os.path.exists({str(tmp_path / "end")!r}):
     time.sleep(0.02)
@@ -410,6 +412,7 @@ while not os.path.exists({str(tmp_path / "end")!r}):
     time.sleep(0.5)
     (tmp_path / "end").touch()
     assert process.wait(5.0) == 130
+    assert termios.tcgetattr(leader)[3] & termios.ECHO
     with contextlib.suppress(OSError):
         while part := os.read(leader, 1024):
             seen += part
@@ -423,3 +426,14 @@ def test_run_imports_neither_rich_nor_a_framework() -> None:
     unwanted = ("rich", "torch", "tensorflow", "numpy", "unidist.cli.install")
     code = f"import sys, unidist.cli.app as a; a.COMMANDS['run'].load('run'); print([m for m in {unwanted} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15).stdout == "[]\n"
+
+
+def test_help_needs_no_commands_module() -> None:
+    """One that can't be imported, for want of a package, must not take the others' help with it."""
+    code = (
+        "import sys; from unidist.cli import app, main; sys.argv = ['unidist', '--help']\n"
+        "app.COMMANDS['demo'] = app.Command('no.such:module', 'is listed')\nmain.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15)
+    assert done.returncode == 0, done.stderr
+    assert "is listed" in done.stdout and "Run a script on N devices" in done.stdout

@@ -94,10 +94,11 @@ def test_rounds_and_store() -> None:
             control.broadcast("broadcast", "from 1" if control.rank == 1 else None, root=1),
             control.get("key", 3.0),
             control.hosts,
+            control.rank_0_host,
         ]
 
     host = socket.gethostname()
-    assert run(3, body) == [[["of 0", "of 1", "of 2"], "from 1", "välue", [host] * 3]] * 3
+    assert run(3, body) == [[["of 0", "of 1", "of 2"], "from 1", "välue", [host] * 3, "127.0.0.1"]] * 3
 
 
 def test_alone_answers_at_once() -> None:

@@ -1,62 +1,181 @@
-"""Horovod's own variables and rendezvous, for jobs that `horovodrun` did not start: rank 0 serves, the control plane tells where."""
+"""Horovod's start without horovodrun: rank 0 serves its rendezvous, and every rank gets the variables that it reads.
+
+Neutral: neither framework is imported, so that both `horovod` backends start this way, under any launcher.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import socket
 from collections.abc import MutableMapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from unidist.control import Control
-from unidist.launchers.serving import interface_of, serving_host
-from unidist.world import World
+from unidist.errors import LaunchError, MissingDependencyError
+from unidist.frameworks import is_installed
+
+if TYPE_CHECKING:
+    from unidist.control import Control
+    from unidist.world import World
+
+_PATIENCE = 3.0  # seconds for one of rank 0's names to answer
+_STALL_CHECK = 60  # Horovod's own default; it ignores a shutdown time below it
+_GLOO_TIMEOUT = 30  # likewise
 
 
-class Service:
-    """Rank 0's rendezvous server, or nothing."""
+@dataclass
+class Handle:
+    """What `start` started; `stop` after Horovod's own shutdown leaves the environment as it was found."""
 
-    def __init__(self, server: Any = None) -> None:
-        self._server = server
+    environ: MutableMapping[str, str]
+    server: Any = None
+    before: dict[str, str | None] = field(default_factory=dict)
+
+    def put(self, values: dict[str, str]) -> None:
+        """Set variables that are not set."""
+        for name, value in values.items():
+            if name not in self.environ:
+                self.before[name] = None
+                self.environ[name] = value
 
     def stop(self) -> None:
-        """End the server; Horovod must be shut down before."""
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+        """End the rendezvous server and take the variables back."""
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+        for name in self.before:
+            self.environ.pop(name, None)
+        self.before.clear()
 
 
-def start(world: World, control: Control, timeout: float, environ: MutableMapping[str, str]) -> Service:
-    """Set what `hvd.init()` reads; every rank calls it. Variables that `horovodrun` set stay as they are.
+def require(framework: str, module: str) -> None:
+    """Raise MissingDependencyError unless Horovod is there and its extension for `framework` was built: `module` is its name."""
+    import importlib.util
 
-    A rank that does not come to an operation within `timeout` seconds then raises on the others (see docs/install-horovod.md).
+    spec = importlib.util.find_spec("horovod") if is_installed("horovod") else None
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not any(_extension(folder, framework, module) for folder in folders):
+        what = "is not installed" if spec is None else f"was built without {framework}"
+        raise MissingDependencyError(f"Horovod {what}; install it with: unidist install horovod")
+
+
+def _extension(folder: str, framework: str, module: str) -> bool:
+    from pathlib import Path
+
+    return any((Path(folder) / framework).glob(f"{module}*.so"))
+
+
+def start(world: World, control: Control, timeout: float, environ: MutableMapping[str, str]) -> Handle:
+    """Prepare `hvd.init()`; every rank must call it. `environ` is `os.environ`, since Horovod's C++ reads the real one.
+
+    Under horovodrun its own rendezvous is used. Raises LaunchError when rank 0's rendezvous can't be reached.
     """
-    environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(timeout / 2))))
-    environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(max(1, round(timeout))))
-    environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, round(timeout))))
-    if world.launcher == "horovodrun":
-        return Service()
-    server, place = _serve(world) if world.rank == 0 else (None, None)
-    host, _, port = control.broadcast("horovod's rendezvous", place).rpartition(":")
-    told = {
-        "RANK": world.rank, "SIZE": world.size, "LOCAL_RANK": world.local_rank, "LOCAL_SIZE": world.local_size,
-        "CROSS_RANK": world.node_rank, "CROSS_SIZE": world.num_nodes, "HOSTNAME": _node(world.node_rank, world),
-        "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_RENDEZVOUS_ADDR": host, "GLOO_RENDEZVOUS_PORT": port,
-        "GLOO_IFACE": environ.get("HOROVOD_GLOO_IFACE") or interface_of(host) or "lo",
+    handle = Handle(environ)
+    seconds = max(1, math.ceil(timeout))
+    handle.put({
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(min(_STALL_CHECK, seconds)),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(_GLOO_TIMEOUT, seconds)),
+    })  # fmt: skip
+    if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+        return handle
+    handle.put({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"})
+    if world.size > 1:
+        try:
+            handle.put(_variables(world, control, handle))
+        except BaseException:
+            handle.stop()
+            raise
+    return handle
+
+
+def _variables(world: World, control: Control, handle: Handle) -> dict[str, str]:
+    places = [_Place(*json.loads(row)) for row in control.gather("Horovod's start", json.dumps(_own_place(world)))]
+    mine = places[world.rank]
+    address = ""
+    if world.rank == 0:
+        handle.server, port = _serve(places)
+        names = ["127.0.0.1"] if world.num_nodes == 1 else _names(handle.environ)
+        address = json.dumps([names, port])
+    names, port = json.loads(control.broadcast("Horovod's rendezvous", address if world.rank == 0 else None, 0))
+    host, own = _reach(names, port)
+    # Rank 0's host is known to itself by many addresses: the one that another host reached it by is the one that counts.
+    used = control.gather("Horovod's interfaces", json.dumps([mine.node, host]))
+    if mine.node == places[0].node and world.num_nodes > 1:
+        own = next((h for node, h in map(json.loads, used) if node != mine.node), own)
+    cross = sorted(p.node for p in places if p.local_rank == mine.local_rank)
+    return {
+        "HOROVOD_RANK": str(world.rank), "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank), "HOROVOD_LOCAL_SIZE": str(world.local_size),
+        "HOROVOD_CROSS_RANK": str(cross.index(mine.node)), "HOROVOD_CROSS_SIZE": str(len(cross)),
+        "HOROVOD_HOSTNAME": mine.host, "HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_IFACE": _interface(own),
     }  # fmt: skip
-    environ.update({f"HOROVOD_{name}": str(value) for name, value in told.items()})
-    return Service(server)
 
 
-def _serve(world: World) -> tuple[Any, str]:
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+@dataclass(frozen=True)
+class _Place:
+    node: int
+    local_rank: int
+    local_size: int
+    host: str
+
+
+def _own_place(world: World) -> list[Any]:
+    # Two hosts may carry one name (network namespaces, containers); the node number tells them apart.
+    return [world.node_rank, world.local_rank, world.local_size, f"{socket.gethostname()}-{world.node_rank}"]
+
+
+def _serve(places: list[_Place]) -> tuple[Any, int]:
+    """Horovod's own rendezvous server, told who comes."""
+    from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
     server = RendezvousServer()
     port = server.start()
-    each, extra = divmod(world.size, world.num_nodes)
-    hosts = ",".join(f"{_node(node, world)}:{each + (node < extra)}" for node in range(world.num_nodes))
-    server.init(get_host_assignments(parse_hosts(hosts), world.size))
-    return server, f"{serving_host(world)}:{port}"
+    slots = []
+    for rank, place in enumerate(places):
+        cross = sorted(p.node for p in places if p.local_rank == place.local_rank)
+        slots.append(SlotInfo(place.host, rank, place.local_rank, cross.index(place.node), len(places), place.local_size, len(cross)))
+    server.init(slots)
+    return server, port
 
 
-def _node(number: int, world: World) -> str:
-    """A name for a host that is the same on all ranks; Horovod compares it, nobody connects to it."""
-    return "localhost" if world.num_nodes == 1 else f"node{number}"
+def _names(environ: MutableMapping[str, str]) -> list[str]:
+    """Names for rank 0's machine, the likeliest first."""
+    towards = environ.get("MASTER_ADDR", "") or "192.0.2.1"
+    return list(dict.fromkeys(name for name in (_routed(towards), towards, socket.gethostname()) if name and name != "192.0.2.1"))
+
+
+def _routed(towards: str) -> str:
+    """This machine's address on the way to another; "" for the loopback. Sends nothing (UDP)."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    return "" if own.startswith("127.") else own
+
+
+def _reach(names: list[str], port: int) -> tuple[str, str]:
+    """The first of rank 0's names that answers, as an address, and this machine's own address on that way."""
+    problem: OSError | None = None
+    for name in names:
+        try:
+            with socket.create_connection((name, port), timeout=_PATIENCE) as connection:
+                return str(connection.getpeername()[0]), str(connection.getsockname()[0])
+        except OSError as error:
+            problem = error
+    raise LaunchError(f"rank 0's rendezvous for Horovod can't be reached at {' or '.join(names)}, port {port}: {problem}") from problem
+
+
+def _interface(address: str) -> str:
+    """The network interface that has an address. Raises LaunchError."""
+    import psutil  # Horovod needs it itself
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return str(name)
+    raise LaunchError(f"no network interface of {socket.gethostname()} has the address {address}, by which the other ranks reach it")

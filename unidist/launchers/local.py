@@ -18,7 +18,7 @@ from unidist.launchers import processes
 from unidist.launchers.cores import num_cores
 from unidist.launchers.job import Job
 from unidist.launchers.output import Output
-from unidist.launchers.signals import collected
+from unidist.launchers.signals import collected, terminal_kept
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
@@ -47,6 +47,7 @@ def launch(
     directory = _directory(log_dir)
     code = 1
     with contextlib.ExitStack() as stack:
+        stack.enter_context(terminal_kept())
         selector = stack.enter_context(selectors.DefaultSelector())
         output = Output(directory, tee, log_dir is not None, selector)
         job = Job(output, stack.enter_context(collected(selector)), server)

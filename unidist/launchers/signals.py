@@ -4,6 +4,7 @@ import contextlib
 import os
 import selectors
 import signal
+import termios
 from collections.abc import Iterator
 from types import FrameType
 
@@ -35,6 +36,20 @@ def collected(selector: selectors.BaseSelector) -> Iterator[list[int]]:
         selector.unregister(source)
         os.close(source)
         os.close(sink)
+
+
+@contextlib.contextmanager
+def terminal_kept() -> Iterator[None]:
+    """Gives the terminal back as it was: a debugger that had to be killed leaves it without echo."""
+    if not os.isatty(0):
+        yield
+        return
+    before = termios.tcgetattr(0)
+    try:
+        yield
+    finally:
+        if terminal_interrupts_us():
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def terminal_interrupts_us() -> bool:

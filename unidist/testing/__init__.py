@@ -1,1 +1,5 @@
-"""What unidist ships for testing backends: the NumPy truth and the checks that use it."""
+"""What shows that a backend keeps the contract: the truth in NumPy, the checks, their launches; and `run` for own tests."""
+
+from unidist.testing.running import run
+
+__all__ = ["run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from unidist.testing import golden
 from unidist.testing.bench import CLASS_WEIGHTS, Bench, golden_layout
 
 keras.config.set_floatx("float64")
+if keras.backend.backend() == "torch":
+    # Keras imports TensorFlow when it writes a config, if it is there; after torch that takes seconds and can crash.
+    sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
 
 _MAKERS: dict[type, Callable[[Any], Any]] = {
     golden.Dense: lambda layer: keras.layers.Dense(layer.num_outputs, use_bias=layer.use_bias),

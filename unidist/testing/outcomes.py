@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 PASSED, FAILED, REFUSED, NOT_APPLICABLE, STARTED = "passed", "failed", "refused", "not_applicable", "started"
@@ -48,24 +48,22 @@ def read(folder: Path, rank: int) -> dict[str, Outcome]:
     return {row.name: row for row in rows}
 
 
-def merge(ranks: Sequence[dict[str, Outcome]], names: Iterable[str], why_ended: str) -> list[Outcome]:
-    """One outcome per name, in order: passed when all ranks passed; what was not reached failed with `why_ended`."""
-    return [_merge_one(name, [rank.get(name) for rank in ranks], why_ended) for name in names]
+def merge(ranks: Sequence[dict[str, Outcome]], checks: Mapping[str, tuple[int, str]], why_ended: str) -> list[Outcome]:
+    """One outcome per check (name to point and title): passed when all ranks passed; what was not reached failed."""
+    return [_merge_one(Outcome(name, *known, PASSED), [rank.get(name) for rank in ranks], why_ended) for name, known in checks.items()]
 
 
-def _merge_one(name: str, rows: list[Outcome | None], why_ended: str) -> Outcome:
+def _merge_one(check: Outcome, rows: list[Outcome | None], why_ended: str) -> Outcome:
     known = [row for row in rows if row is not None]
     if not known:
-        return Outcome(name, int(name.partition("-")[0]), name, FAILED, 0.0, f"not reached: {why_ended}")
-    first = known[0]
+        return replace(check, status=FAILED, message=f"not reached: {why_ended}")
     seconds = max(row.seconds for row in known)
     told = [f"rank {rank}: {_words(row, why_ended)}" for rank, row in enumerate(rows) if row is None or row.status in (FAILED, STARTED)]
     if told:
-        return Outcome(name, first.point, first.title, FAILED, seconds, "\n".join(told))
+        return replace(check, status=FAILED, seconds=seconds, message="\n".join(told))
     if len({row.status for row in known}) > 1:
-        message = f"the ranks came to different ends: {[row.status for row in known]}"
-        return Outcome(name, first.point, first.title, FAILED, seconds, message)
-    return Outcome(name, first.point, first.title, first.status, seconds, first.message)
+        return replace(check, status=FAILED, seconds=seconds, message=f"the ranks came to different ends: {[row.status for row in known]}")
+    return replace(known[0], seconds=seconds)
 
 
 def _words(row: Outcome | None, why_ended: str) -> str:

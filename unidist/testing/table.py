@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,15 @@ def checks_of(framework: str) -> list[Check]:
         importlib.import_module(f"unidist.testing.checks.{module}")
     found = [one for registered in sorted(_registered, key=lambda r: r.point) for one in _expand(registered, FLAVOURS[framework])]
     return sorted(found, key=lambda one: (one.ends_job, one.point > 12))
+
+
+def select(checks: Sequence[Check], only: Sequence[str] = (), *, apart: bool = False) -> list[Check]:
+    """Those that `only` names: by name, by point, or "few"; all when it is empty. apart: also those that end their job.
+
+    A check that ends its job is always there when it is named.
+    """
+    named = [check for check in checks if not only or check.name in only or str(check.point) in only or ("few" in only and check.few)]
+    return [check for check in named if apart or not check.ends_job or check.name in only]
 
 
 def _expand(registered: _Registered, flavours: tuple[str, ...]) -> list[Check]:

@@ -20,7 +20,7 @@ from unidist.errors import CollectiveTimeoutError, MismatchError, NotInitialized
 from unidist.testing import outcomes
 from unidist.testing.bench import Bench
 from unidist.testing.outcomes import Outcome
-from unidist.testing.table import Check, checks_of
+from unidist.testing.table import Check, checks_of, select
 
 _BENCHES = {
     ("torch", "native"): "unidist.testing.torch_bench:TorchBench",
@@ -126,13 +126,6 @@ def _short(error: BaseException) -> str:
     return "".join(lines).rstrip()
 
 
-def select(checks: list[Check], only: list[str]) -> list[Check]:
-    """Those that are named: by name, by point, or "few", those that three workers run; all when nothing is named."""
-    if not only:
-        return [check for check in checks if not check.ends_job]
-    return [check for check in checks if {check.name, str(check.point)} & set(only) or ("few" in only and check.few and not check.ends_job)]
-
-
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser()
@@ -141,7 +134,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=30.0)
     arguments = parser.parse_args()
     unidist.init(timeout=arguments.timeout, seed=7)
-    checks = select(checks_of(unidist.framework()), arguments.only)
+    checks = select(checks_of(unidist.framework()), arguments.only, apart=unidist.world_size() == 1)
     fine = Worker(arguments.out).run(checks)
     sys.exit(0 if fine else 1)
 

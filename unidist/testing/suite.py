@@ -1,0 +1,111 @@
+"""Launches all checks of a backend and says what came of each: what `unidist test` and the pytest suite stand on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from unidist import registry
+from unidist.registry import Entry
+from unidist.testing import outcomes
+from unidist.testing.jobs import Ended, run_job
+from unidist.testing.outcomes import FAILED, PASSED, Outcome
+from unidist.testing.table import Check, checks_of, select
+
+WORKER = "unidist.testing.worker"
+ALONGSIDE = 2  # jobs at a time, of those that have one check each
+_EXIT = "9-exit"
+
+
+def find_entry(key: str) -> Entry:
+    """The backend of a key such as "torch/ddp". Raises UnknownBackendError, also where the framework has to be said."""
+    found = registry.candidates(key)
+    if len(found) > 1:
+        raise registry.UnknownBackendError(f"{key!r} is one of {' and '.join(entry.key for entry in found)}: say which")
+    return found[0]
+
+
+def check_names(key: str, n: int, only: Sequence[str] = ()) -> list[str]:
+    """The names of what `launch` reports, in its order."""
+    return [check.name for check in _selected(find_entry(key), n, only)] + [_EXIT]
+
+
+def launch(
+    key: str,
+    n: int,
+    folder: Path | None = None,
+    timeout: float = 600.0,
+    *,
+    only: Sequence[str] = (),
+    wait: float = 30.0,
+    progress: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Run the checks of a backend on n devices of this host; one outcome for each, passed only if it passed on all ranks.
+
+    folder: keeps the workers' lines and output. timeout: seconds for each job. only: names of checks, numbers of points, or "few" (those that
+    show shares and weights). wait: what the workers' `init(timeout=)` is. progress: told of each check as rank 0 ends it.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="unidist-test-") as name:
+            return launch(key, n, Path(name), timeout, only=only, wait=wait, progress=progress)
+    entry = find_entry(key)
+    job = _Job(entry, n, folder, timeout, wait, progress)
+    chosen = _selected(entry, n, only)
+    apart = [check for check in chosen if check.ends_job and job.processes > 1]
+    together = [check for check in chosen if check not in apart]
+    with ThreadPoolExecutor(ALONGSIDE) as pool:
+        found = job.run("all", together, only) if together else {}
+        alone = [pool.submit(job.run, check.name, [check], [check.name]) for check in apart]
+        for future in alone:
+            found |= future.result()
+    exits = [found.pop(name) for name in list(found) if name.startswith(_EXIT)]
+    bad = [outcome for outcome in exits if not outcome.fine]
+    return [found[check.name] for check in chosen] + [bad[0] if bad else exits[0]]
+
+
+def _selected(entry: Entry, n: int, only: Sequence[str]) -> list[Check]:
+    return select(checks_of(entry.framework), only, apart=True)
+
+
+class _Job:
+    """The launches of one backend."""
+
+    def __init__(self, entry: Entry, n: int, folder: Path, timeout: float, wait: float, progress: Callable[[Outcome], None]) -> None:
+        self.processes = registry.num_processes(entry.name, entry.framework, n)
+        self._entry, self._n, self._folder, self._timeout, self._wait, self._progress = entry, n, folder, timeout, wait, progress
+
+    def run(self, label: str, checks: list[Check], only: Sequence[str]) -> dict[str, Outcome]:
+        """One launch of these checks: outcomes by name, and one under a name that begins with the exit's."""
+        folder = self._folder / label
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = ["--out", str(folder), "--timeout", str(self._wait), *(part for name in only for part in ("--only", name))]
+        ended = run_job(
+            WORKER, arguments, self._n, folder=folder, timeout=self._timeout, backend=self._entry.name, framework=self._entry.framework,
+            watch=self._watcher(folder),
+        )  # fmt: skip
+        ranks = [outcomes.read(folder, rank) for rank in range(self.processes)]
+        merged = outcomes.merge(ranks, {check.name: (check.point, check.title) for check in checks}, ended.words())
+        found = {outcome.name: outcome for outcome in merged}
+        found[f"{_EXIT} {label}"] = _exit(ended, merged)
+        return found
+
+    def _watcher(self, folder: Path) -> Callable[[], None]:
+        told: set[str] = set()
+
+        def watch() -> None:
+            for name, outcome in outcomes.read(folder, 0).items():
+                if name not in told and outcome.status != outcomes.STARTED:
+                    told.add(name)
+                    self._progress(outcome)
+
+        return watch
+
+
+def _exit(ended: Ended, merged: list[Outcome]) -> Outcome:
+    """Whether the workers ended in order; a failed check is reason enough for another code than 0."""
+    title = "the workers end in order"
+    if ended.code == 0 or (ended.code is not None and any(not outcome.fine for outcome in merged)):
+        return Outcome(_EXIT, 9, title, PASSED)
+    return Outcome(_EXIT, 9, title, FAILED, 0.0, ended.words())

@@ -1,0 +1,167 @@
+"""Horovod's operations under TensorFlow: one process per device, started by any launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from unidist.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, UnsupportedError
+from unidist.launchers import horovod_start
+from unidist.world import World, read_world
+from unidist_keras.fit import divide
+from unidist_tf import state
+from unidist_tf.agreed import Kinds
+from unidist_tf.base import TFBackend
+from unidist_tf.devices import grow_memory, one_gpu
+from unidist_tf.keras import install_train_step, without_xla
+
+horovod_start.require("tensorflow", "mpi_lib")
+
+import horovod.tensorflow as hvd  # noqa: E402  its own error would not say how to install it
+
+from unidist_tf import horovod_ops as ops  # noqa: E402
+
+
+class Horovod(TFBackend):
+    """Gradients go through grouped allreduces; `init` adopts a Horovod that is initialised already."""
+
+    name = "horovod"
+    abilities: ClassVar[frozenset[str]] = frozenset({"reduce_gradients", "processes"})
+
+    @classmethod
+    def _adopted(cls) -> World | None:
+        if not hvd.is_initialized():
+            return None
+        told = read_world(os.environ)
+        if (told.rank, told.size) == (hvd.rank(), hvd.size()):
+            return told
+        return World(
+            hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), "an initialised Horovod"
+        )
+
+    @classmethod
+    def _meet(cls, address: str | None) -> str:
+        length = int(hvd.broadcast(tf.constant(len(address or "")), 0, name="unidist.meet.length"))
+        text = tf.constant(list((address or " " * length).encode()), tf.uint8)
+        return bytes(hvd.broadcast(text, 0, name="unidist.meet").numpy()).decode()
+
+    def _start_devices(self) -> None:
+        one_gpu(self.world)
+        grow_memory()
+        self._service: horovod_start.Handle | None = None
+        self._fp16 = False
+        self._kinds = Kinds(self.control)
+        if not hvd.is_initialized():
+            self._service = horovod_start.start(self.world, self.control, self.settings.timeout, os.environ)
+            with self.control.waiting("Horovod's start"):
+                hvd.init()
+
+    def _stop(self) -> None:
+        if self._service is not None:
+            hvd.shutdown()
+            self._service.stop()
+
+    @property
+    def device(self) -> str:
+        """This worker's GPU, else the CPU."""
+        return str((tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU"))[0].name)
+
+    def _hardware(self) -> str:
+        return f"{super()._hardware()}, horovod {'nccl' if hvd.nccl_built() else 'gloo' if hvd.gloo_enabled() else 'mpi'}"
+
+    # objects
+
+    def _sync_batchnorm(self, model: Any) -> None:
+        layers = model._flatten_layers() if isinstance(model, keras.Layer) else []
+        if self.world.size > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
+            raise UnsupportedError("tensorflow/horovod has no synchronised BatchNorm for Keras 3; use the backend mirrored, or another norm")
+
+    def _adapt_model(self, model: Any) -> None:
+        if self.world.size > 1:
+            divide(model, self)
+            install_train_step(model, self)
+            without_xla(model)
+
+    def _wrap_optimizer(self, optimizer: Any, model: Any, *, compression: Any, options: Mapping[str, Any]) -> Any:
+        if compression not in (None, "fp16"):
+            raise UnsupportedError(f"compression is None or 'fp16' on Horovod, not {compression!r}")
+        self._fp16 = compression == "fp16"
+        return super()._wrap_optimizer(optimizer, model, compression=None, options=options)
+
+    def _end_of_pass(self) -> None:
+        if self.world.size > 1:
+            for model in self._models:
+                statistics = state.running_statistics(model)
+                if statistics:
+                    state.same_start(self, "the running statistics", statistics, 0)
+
+    # exchange
+
+    def _num_parts(self) -> int:
+        return self.world.size
+
+    def _sum(self, gradients: Sequence[Any], weight: Any, variables: Sequence[Any] | None = None) -> tuple[list[Any], Any]:
+        if self.world.size == 1:
+            return list(gradients), weight
+        with self._bounded("the exchange of gradients"):
+            given = list(gradients) if variables is None else self._kinds.filled(gradients, variables)
+            dense = [tf.convert_to_tensor(g) for g in given if g is not None and not isinstance(g, tf.IndexedSlices)]
+            used = self._kinds.used(gradients) if variables is not None and tf.executing_eagerly() else []
+            extra = [t for t in (weight, *used) if t is not None]
+            summed = ops.sum_dense([*dense, *extra], self._fp16) if dense or extra else []
+            found = iter(summed)
+            result = [g if g is None else ops.sum_sparse(g) if isinstance(g, tf.IndexedSlices) else next(found) for g in given]
+        total = None if weight is None else next(found)
+        for flags in found:
+            result = [g if flag else None for g, flag in zip(result, flags.numpy().tolist())]
+        return result, total
+
+    @contextlib.contextmanager
+    def _bounded(self, operation: str) -> Iterator[None]:
+        """Around an eager operation: it is bounded in time, and its errors are unidist's."""
+        with self.control.waiting(operation):
+            try:
+                yield
+            except tf.errors.OpError as error:
+                explained = self._explained(operation, error)
+                raise explained from (error if explained is not error else None)
+
+    def _explained(self, operation: str, error: tf.errors.OpError) -> Exception:
+        """Horovod's errors as unidist's; TensorFlow's own as they are."""
+        text = str(error.message)
+        if not any(word in text for word in ("Horovod", "Mismatched", "stalled")):
+            return error
+        failed = next(iter(self.control.failures().items()), None)
+        if failed is not None:
+            return PeerFailedError(f"rank {failed[0]} failed while {operation} waited for it: {failed[1]}")
+        if "ismatched" in text:
+            return MismatchError(f"{operation} got values that don't fit together: {text}")
+        return CollectiveTimeoutError(f"{operation} ended after {self.settings.timeout:g} s or because a rank left; Horovod says: {text}")
+
+    # collectives
+
+    def _all_reduce(self, tensor: Any, op: str) -> Any:
+        with self._bounded(f"all_reduce({op})"):
+            return ops.all_reduce(tensor, op)
+
+    def _all_gather(self, tensor: Any, first_dims: Sequence[int]) -> Any:
+        with self._bounded("all_gather"):
+            return ops.all_gather(tensor, first_dims)
+
+    def _broadcast(self, tensor: Any, root: int) -> Any:
+        with self._bounded("broadcast"):
+            return ops.broadcast(tensor, root)
+
+    def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
+        tensor = tf.convert_to_tensor(tensor)
+        if self.world.size == 1:
+            return tensor
+        with self._bounded(f"{name}(grad=True)"):
+            if name == "all_gather":
+                return ops.differentiable_gather(tensor, self._later_scale())
+            return ops.differentiable_reduce(tensor, arguments["op"], self._later_scale())
