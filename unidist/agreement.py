@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,3 +45,33 @@ def first_difference(tables: Sequence[Sequence[Sequence[Any]]]) -> str:
 
 def _words(row: Sequence[Any]) -> str:
     return " ".join(map(str, row))
+
+
+class Models:
+    """The wrapped models that still live, by the order of wrapping, which all ranks share."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._with_statistics: set[int] = set()
+        self._count = 0
+
+    def add(self, model: Any, *, statistics: bool) -> None:
+        """Every rank must call it; statistics: whether the model has running statistics."""
+        self._numbers[model] = self._count
+        if statistics:
+            self._with_statistics.add(self._count)
+        self._count += 1
+
+    def __contains__(self, model: Any) -> bool:
+        return model in self._numbers
+
+    def with_statistics(self, control: Control) -> list[Any]:
+        """Those that have running statistics and live on every rank, in one order; every rank must call it.
+
+        A model that one rank has dropped, at its garbage collector's whim, is nobody's concern any more.
+        """
+        if not self._with_statistics:
+            return []
+        mine = {number: model for model, number in self._numbers.items() if number in self._with_statistics}
+        alive = [set(json.loads(row)) for row in control.gather("the running statistics", json.dumps(list(mine)))]
+        return [mine[number] for number in sorted(set.intersection(*alive))]

@@ -130,8 +130,8 @@ class Control:
         if self._watchdog is not None and stop_watching:
             self._watchdog.stop()
         if self._stream is not None:
-            with contextlib.suppress(OSError, PeerFailedError, CollectiveTimeoutError):
-                self._ask({"op": "bye"}, 0.0)
+            with contextlib.suppress(OSError):  # no answer is awaited: another thread may still wait for one of its own
+                self._send(self._stream, {"op": "bye"})
             self._stream.close()
         self._closed = True
         self._unhook()
@@ -166,6 +166,8 @@ class Control:
             except OSError as error:
                 raise PeerFailedError(self._server_gone(name)) from error
         if "error" in answer:
+            if "rank" in answer and self._watchdog is not None:
+                self._watchdog.failures.setdefault(answer["rank"], answer["reason"])
             raise _ERRORS[answer["error"]](answer["text"])
         return answer
 

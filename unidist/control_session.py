@@ -164,7 +164,8 @@ class Session:
 
     def _gone(self, rank: int, name: str) -> Message:
         if rank in self.failed:
-            return {"error": "failed", "text": f"rank {rank} failed while {name} waited for it: {self.failed[rank]}"}
+            text = self.failed[rank]
+            return {"error": "failed", "text": f"rank {rank} failed while {name} waited for it: {text}", "rank": rank, "reason": text}
         return {"error": "failed", "text": f"rank {rank} ended, without an error, before it came to {name}"}
 
     def _timed_out(self, came: dict[int, Arrival], over: Arrival) -> Message:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
+from unidist.agreement import Models
 from unidist.base import Backend, Step, StepOptions
 from unidist.batch import Share
 from unidist.cli.identity import check_not_modin
@@ -47,7 +47,7 @@ class TFBackend(Backend):
         self.shares = TracedShareLog()
         self.counting = Counting()
         self.reduced = grads.Reduced()
-        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._models = Models()
         self._evaluations = Evaluations(self)
         if self.settings.seed is not None:
             keras.utils.set_random_seed(self.settings.seed)
@@ -70,6 +70,8 @@ class TFBackend(Backend):
             raise TypeError(f"wrap_model got options that {self.framework}/{self.name} does not know: {sorted(options)}")
         if not state.is_model(model):
             raise FrameworkMismatchError(f"wrap_model takes a Keras model or a tf.Module, not a {type(model).__name__}")
+        if model in self._models:
+            raise UnsupportedError("this model is wrapped already")
         if isinstance(model, keras.Layer):
             check_built(model)
         self._check_place(model, "model")
@@ -78,7 +80,7 @@ class TFBackend(Backend):
         self._same_start(model, 0)
         if isinstance(model, keras.Model):
             self._adapt_model(model)
-        self._models.add(model)
+        self._models.add(model, statistics=bool(state.running_statistics(model)))
         return model
 
     def _check_place(self, obj: Any, what: str) -> None:

@@ -26,12 +26,15 @@ import horovod.tensorflow as hvd  # noqa: E402  its own error would not say how 
 
 from unidist_tf import horovod_ops as ops  # noqa: E402
 
+_WHO_CAME = 2.0  # seconds in which the ranks that gave an operation up find each other, to tell which are missing
+
 
 class Horovod(TFBackend):
     """Gradients go through grouped allreduces; `init` adopts a Horovod that is initialised already."""
 
     name = "horovod"
     abilities: ClassVar[frozenset[str]] = frozenset({"reduce_gradients", "processes"})
+    refuses: ClassVar[Mapping[int, str]] = {6: "no synchronised BatchNorm for Keras 3"}
 
     @classmethod
     def _adopted(cls) -> World | None:
@@ -79,7 +82,7 @@ class Horovod(TFBackend):
     def _sync_batchnorm(self, model: Any) -> None:
         layers = model._flatten_layers() if isinstance(model, keras.Layer) else []
         if self.world.size > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
-            raise UnsupportedError("tensorflow/horovod has no synchronised BatchNorm for Keras 3; use the backend mirrored, or another norm")
+            raise UnsupportedError(f"tensorflow/horovod has {self.refuses[6]}; use the backend mirrored, or another norm")
 
     def _adapt_model(self, model: Any) -> None:
         if self.world.size > 1:
@@ -95,10 +98,8 @@ class Horovod(TFBackend):
 
     def _end_of_pass(self) -> None:
         if self.world.size > 1:
-            for model in self._models:
-                statistics = state.running_statistics(model)
-                if statistics:
-                    state.same_start(self, "the running statistics", statistics, 0)
+            for model in self._models.with_statistics(self.control):
+                state.same_start(self, "the running statistics", state.running_statistics(model), 0)
 
     # exchange
 
@@ -132,16 +133,19 @@ class Horovod(TFBackend):
                 raise explained from (error if explained is not error else None)
 
     def _explained(self, operation: str, error: tf.errors.OpError) -> Exception:
-        """Horovod's errors as unidist's; TensorFlow's own as they are."""
+        """Horovod's errors as unidist's, with the ranks that it doesn't name; TensorFlow's own errors as they are."""
         text = str(error.message)
-        if not any(word in text for word in ("Horovod", "Mismatched", "stalled")):
-            return error
-        failed = next(iter(self.control.failures().items()), None)
-        if failed is not None:
-            return PeerFailedError(f"rank {failed[0]} failed while {operation} waited for it: {failed[1]}")
         if "ismatched" in text:
             return MismatchError(f"{operation} got values that don't fit together: {text}")
-        return CollectiveTimeoutError(f"{operation} ended after {self.settings.timeout:g} s or because a rank left; Horovod says: {text}")
+        if "Horovod" not in text:
+            return error
+        try:
+            self.control.gather(f"the end of {operation}", "", timeout=_WHO_CAME)
+        except PeerFailedError as known:
+            return known
+        except (CollectiveTimeoutError, MismatchError) as known:
+            return CollectiveTimeoutError(f"{operation} was given up (timeout {self.settings.timeout:g} s): {known}")
+        return CollectiveTimeoutError(f"{operation} was given up on all ranks (timeout {self.settings.timeout:g} s): {text}")
 
     # collectives
 

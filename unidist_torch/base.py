@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy
 import torch
 
 from unidist import frameworks
+from unidist.agreement import Models
 from unidist.base import Backend, Step, StepOptions
 from unidist.batch import Share
 from unidist.cli.identity import check_not_modin
@@ -41,9 +41,7 @@ class TorchBackend(Backend):
     def _start(self) -> None:
         self._device = local_device(self.world)
         self._engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
-        # Models by their number in the order of wrapping, which all ranks share; whether each had running statistics.
-        self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-        self._wrapped: list[bool] = []
+        self._models = Models()
         self._attached = 0
         # optimizer: (when it was worked out, engines that hold its parameters, their passes at its last step)
         self._holds: weakref.WeakKeyDictionary[Any, tuple[Any, list[Engine], dict[Engine, int]]] = weakref.WeakKeyDictionary()
@@ -89,8 +87,7 @@ class TorchBackend(Backend):
             self._attach(model, find_unused=find_unused_parameters, options=options)
         else:
             self._adapt_keras(model)
-        self._models[model] = len(self._wrapped)
-        self._wrapped.append(bool(running_statistics(model)))
+        self._models.add(model, statistics=bool(running_statistics(model)))
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed + 1_000_003 * (self.world.rank + 1))
         return model
@@ -238,14 +235,11 @@ class TorchBackend(Backend):
             state.broadcast_state(self.transport, self.control, self.world.rank, obj, root, broadcast_object)
 
     def _end_of_pass(self) -> None:
-        if self.world.size == 1 or not any(self._wrapped):
+        if self.world.size == 1:
             return
-        mine = {number: model for model, number in self._models.items() if self._wrapped[number]}
-        # A model that one rank has dropped already, at its garbage collector's whim, is nobody's concern any more.
-        alive = [set(json.loads(row)) for row in self.control.gather("the running statistics", json.dumps(list(mine)))]
         with torch.no_grad():
-            for number in sorted(set.intersection(*alive)):
-                for tensor in running_statistics(mine[number]).values():
+            for model in self._models.with_statistics(self.control):
+                for tensor in running_statistics(model).values():
                     tensor.copy_(self.transport.broadcast(tensor.detach().contiguous(), 0))
 
     # exchange

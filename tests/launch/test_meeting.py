@@ -71,7 +71,7 @@ def start(script: str, environs: list[dict[str, str]]) -> list["subprocess.Popen
 def finish(processes: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
     found = []
     for process in processes:
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=45)
         found.append((process.returncode, out, err))
     return found
 

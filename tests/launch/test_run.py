@@ -47,7 +47,7 @@ class Launch:
                 "stdout": subprocess.PIPE,
                 "stderr": subprocess.PIPE,
                 "text": True,
-                "env": os.environ | {name: value} | how.pop("environ", {}),
+                "env": os.environ | {name: value, "TMPDIR": str(folder)} | how.pop("environ", {}),
                 **how,
             },
         )

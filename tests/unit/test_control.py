@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -192,6 +193,17 @@ def test_a_rank_that_ended_in_order_is_not_awaited() -> None:
     assert isinstance(error, PeerFailedError) and "rank 1 ended, without an error, before it came to all_reduce" in str(error)
     assert failures == {}
     assert isinstance(own, NotInitializedError)
+
+
+def test_close_does_not_wait_for_a_thread_that_waits() -> None:
+    def body(control: Control) -> Any:
+        threading.Thread(target=lambda: outcome(lambda: control.get("never", 60.0)), daemon=True).start()
+        time.sleep(0.3)
+        start = time.monotonic()
+        control.close()
+        return time.monotonic() - start < 2.0
+
+    assert run(2, body) == [True, True]
 
 
 def test_a_forked_child_leaves_its_parents_connection_alone() -> None:

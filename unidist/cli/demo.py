@@ -6,6 +6,7 @@ import time
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +32,7 @@ def demo(epochs: Annotated[int, typer.Option("--epochs", min=1, help="Epochs of 
     console.print(_table(filled))
     wrong = [o for o in filled if o.difference > runs.ALLOWED]
     if between is not None:
-        console.print(f"largest difference between the frameworks' local runs after the first epoch: {between:.1e} (allowed {runs.ALLOWED:.0e})")
+        console.print(f"differences are of any weight after the first epoch, from local; the frameworks' local runs differ by {between:.1e}")
         wrong = wrong or ([filled[0]] if between > runs.ALLOWED else [])
     if wrong:
         console.print("[bold red]a difference is larger than the allowed one[/]")
@@ -48,11 +49,12 @@ def _watched(console: Console, title: str, run: tuple[str, str, int], epochs: in
 
 
 def _table(outcomes: list[runs.Outcome]) -> Table:
-    table = Table("framework", "backend", "devices", "training loss", "test accuracy", "samples/s", "difference", "allowed")
+    names = ("framework", "backend", "devices", "loss", "test\naccuracy", "samples/s", "differs\nby", "allowed")
+    table = Table(*names, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for o in outcomes:
-        allowed = "reference" if o.backend == "local" else f"{runs.ALLOWED:.0e}"
+        allowed = "-" if o.backend == "local" else f"{runs.ALLOWED:.0e}"
         table.add_row(
             o.framework, o.backend, str(o.devices), f"{o.loss:.4f}", f"{o.accuracy:.4f}", f"{o.speed:,.0f}",
-            "0" if o.backend == "local" else f"{o.difference:.1e}", allowed,
+            "-" if o.backend == "local" else f"{o.difference:.1e}", allowed,
         )  # fmt: skip
     return table

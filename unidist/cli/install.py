@@ -109,9 +109,9 @@ def progress() -> Iterator[horovod_build.Report]:
 
 
 def progress_text(seconds: float, percent: int | None) -> str:
-    """Such as "compiling, 45 %, 2:03 (a build takes 3 to 10 minutes)"; the last files count as 100 % when they begin."""
+    """Such as "compiling, 45 %, 2:03 (a build takes 3 to 15 minutes)"; the last files count as 100 % when they begin."""
     step = {None: "preparing", 100: "compiling the last files"}.get(percent, f"compiling, {percent} %")
-    return f"{step}, {clock(seconds)} (a build takes 3 to 10 minutes)"
+    return f"{step}, {clock(seconds)} (a build takes 3 to 15 minutes)"
 
 
 def clock(seconds: float) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unidist.world import World
 
 _PATIENCE = 3.0  # seconds for one of rank 0's names to answer
-_STALL_CHECK = 60  # Horovod's own default; it ignores a shutdown time below it
+_STALL_CHECK = 60  # Horovod's own default. A wait ends at the first check after its time; a shutdown time below it is ignored
 _GLOO_TIMEOUT = 30  # likewise
 
 
@@ -75,7 +75,7 @@ def start(world: World, control: Control, timeout: float, environ: MutableMappin
     seconds = max(1, math.ceil(timeout))
     handle.put({
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(min(_STALL_CHECK, seconds)),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(min(_STALL_CHECK, max(1, seconds // 4))),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(_GLOO_TIMEOUT, seconds)),
     })  # fmt: skip
     if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):

@@ -151,6 +151,20 @@ class Bench(ABC):
         parts = [data.inputs, data.targets, data.sample_weight]
         return unidist.wrap_data(tuple(part for part in parts if part is not None), global_batch_size=batch, **options)
 
+    # what only one framework has
+
+    def trace(self, function: Any) -> Any:
+        """The function as a traced one."""
+        raise NotImplementedError
+
+    def on_replicas(self, function: Any, *, reduce: bool) -> list[list[Any]]:
+        """What `function(index of the replica)` gives on each of this process's replicas, its list reduced when asked for."""
+        raise NotImplementedError
+
+    def own_step(self, model: Any, optimizer: Any, loss: Any, *, reduce: bool) -> Any:
+        """A traced step of a user's own: (inputs, targets, share) of this process; reduce: before apply, by the rows of each replica."""
+        raise NotImplementedError
+
     # several ranks
 
     def everywhere(self, value: Any) -> list[Any]:

@@ -24,7 +24,7 @@ POINTS = {
     13: "randomness",
 }
 _MODULES = (
-    "gradients", "own_loops", "same_start", "accumulation", "clipping", "parameters", "batchnorm", "native_objects", "collectives",
+    "gradients", "own_loops", "keras_loops", "same_start", "accumulation", "clipping", "parameters", "batchnorm", "native_objects", "collectives",
     "waits", "data", "loaders", "metrics", "refusals", "randomness",
 )  # fmt: skip
 # What models are made of: modules and optimizers of torch itself, or Keras on the framework.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -172,3 +173,18 @@ def field_case(bench: Bench) -> None:
     model = _wrapped(bench, sync_batchnorm=True)
     _train(bench, model, unidist.wrap_data((rows, np.ones((4, 1))), global_batch_size=4))
     _close(bench, bench.statistics(model), (np.full(2, 6.0), np.full(2, 26.0 * 4 / 3)), "of the field case")
+
+
+@check(6, "models that one rank has dropped do not disturb the others", refusable=False, flavours="native", needs=(several_processes,))
+def dropped_models(bench: Bench) -> None:
+    """Ranks collect garbage at different times; what they exchange at the end of a pass must not depend on it."""
+    n = 3 * bench.replicas
+    rows = _rows(n)
+    kept = [_wrapped(bench) for _ in range(3)]
+    if bench.rank == 0:
+        del kept[1]
+        gc.collect()
+    model = kept[-1]
+    _train(bench, model, unidist.wrap_data((rows, np.zeros((n, 1))), global_batch_size=n))
+    _close(bench, bench.statistics(model), _moments(bench, rows[:3]), "of the model that is left")
+    unidist.assert_replicas_equal(model)

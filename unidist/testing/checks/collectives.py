@@ -10,7 +10,7 @@ import unidist
 from unidist.errors import MismatchError
 from unidist.testing import compare
 from unidist.testing.bench import Bench
-from unidist.testing.table import check, several_processes
+from unidist.testing.table import check, exchanges_in_apply, several_processes
 
 _SEVERAL = (several_processes,)
 _DTYPES = (
@@ -285,13 +285,10 @@ def stateful_objects(bench: Bench) -> None:
     compare.same(scaler.get_scale(), 8.0, "the scale")
 
 
-@check(8, "inside a traced function a collective raises", flavours="keras")
+@check(8, "inside a traced function a collective raises", flavours="keras", needs=(exchanges_in_apply,))
 def traced(bench: Bench) -> None:
-    trace = getattr(bench, "trace", None)
-    if trace is None:
-        return
     with compare.raises((RuntimeError, TypeError, unidist.UnsupportedError), "traced"):
-        trace(lambda x: unidist.all_reduce(x))(bench.tensor(np.ones(2)))
+        bench.trace(lambda x: unidist.all_reduce(x))(bench.tensor(np.ones(2)))
     compare.same(unidist.all_reduce(1, "sum"), bench.size, "the next collective")
 
 

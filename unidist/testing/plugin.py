@@ -1,0 +1,84 @@
+"""The checks as pytest tests, for the built-in backends and for anyone's: each launch once, each check a test.
+
+    from unidist.testing.plugin import conformance
+
+    test_mykey = conformance("torch/mykey", n=2)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from unidist.testing import outcomes
+from unidist.testing.outcomes import Outcome
+from unidist.testing.suite import check_names, find_entry, launch
+
+REQUIRE = "UNIDIST_TRAIN_REQUIRE"
+_SLOWEST = 10
+
+
+def conformance(key: str, n: int = 2, *, only: tuple[str, ...] = (), timeout: float = 600.0) -> Callable[..., None]:
+    """A test function with one case for each check of the backend on n devices; assign it to a name that begins with test.
+
+    The checks run together, in one launch, when the first of the cases does. A backend that can't run here skips, unless the variable
+    UNIDIST_TRAIN_REQUIRE names it ("torch/ddp,torch/horovod", or "all"): then it fails.
+    """
+
+    @pytest.mark.parametrize("check", check_names(key, n, only))
+    def test(check: str) -> None:
+        _present(key)
+        outcome = results(key, n, only, timeout)[check]
+        if outcome.status == outcomes.NOT_APPLICABLE:
+            pytest.skip(outcome.message)
+        if outcome.status == outcomes.FAILED:
+            pytest.fail(f"{key} on {n}: {outcome.title}\n{outcome.message}", pytrace=False)
+
+    return test
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One launch of this session: what it was, how long it took, what each check came to."""
+
+    label: str
+    seconds: float
+    outcomes: Mapping[str, Outcome]
+
+
+_launched: dict[tuple[Any, ...], Launched] = {}
+
+
+def results(key: str, n: int, only: tuple[str, ...] = (), timeout: float = 600.0) -> Mapping[str, Outcome]:
+    """What the checks came to by name; launched at the first call of a session."""
+    if (key, n, only) not in _launched:
+        started = time.perf_counter()
+        found = {outcome.name: outcome for outcome in launch(key, n, timeout=timeout, only=only)}
+        _launched[key, n, only] = Launched(f"{key} on {n}", time.perf_counter() - started, found)
+    return _launched[key, n, only].outcomes
+
+
+def _present(key: str) -> None:
+    absent = find_entry(key).missing()
+    if not absent:
+        return
+    required = {name.strip() for name in os.environ.get(REQUIRE, "").split(",")}
+    if required & {key, "all"}:
+        pytest.fail(f"{REQUIRE} names {key}, which needs {', '.join(absent)}: {find_entry(key).install}", pytrace=False)
+    pytest.skip(f"{key} needs {', '.join(absent)}")
+
+
+def summary(terminal: Any) -> None:
+    """Print each launch of this session and the slowest checks; for `pytest_terminal_summary` of a conftest.py."""
+    for one in _launched.values():
+        counts = Counter(outcome.status for outcome in one.outcomes.values())
+        terminal.write_line(f"{one.label}: {one.seconds:.1f} s, {', '.join(f'{count} {status}' for status, count in counts.items())}")
+    rows = [(outcome.seconds, one.label, outcome.name) for one in _launched.values() for outcome in one.outcomes.values()]
+    for seconds, label, name in sorted(rows, reverse=True)[:_SLOWEST]:
+        terminal.write_line(f"{seconds:7.2f} s  {label}  {name}")
