@@ -1,11 +1,14 @@
 """Every exception of unidist; each also derives from the built-in that a caller would expect."""
 
+from typing import TYPE_CHECKING
+
 
 class UnidistError(Exception):
     """Base of all errors that unidist raises itself."""
 
-    # TensorFlow's autograph keeps the type of an error that was raised while tracing only where it knows this constructor.
-    __init__ = Exception.__init__
+    if not TYPE_CHECKING:
+        # TensorFlow's autograph keeps the type of an error that was raised while tracing only where it knows this constructor.
+        __init__ = Exception.__init__
 
 
 class UnknownBackendError(UnidistError, ValueError):

@@ -249,7 +249,7 @@ class TFBackend(Backend):
 
     def _batch_device(self) -> contextlib.AbstractContextManager[Any]:
         """Where batches are made."""
-        return tf.device(self.device)
+        return tf.device(self.device)  # type: ignore[no-any-return]
 
     # collectives
 

@@ -144,7 +144,9 @@ class StreamFeed(_Feed):
         items = iter(self._data)
         if items is self._data:
             if self._used:
-                raise ValueError("a generator can be read once, for one epoch; give an iterable that begins anew, or a function's result each time")
+                raise ValueError(
+                    "a generator can be read once, for one epoch; give an iterable that begins anew, or a function's result each time"
+                )
             self._used = True
         for step, (share, samples) in enumerate(self._plan.batches(items)):
             if step >= start:

@@ -106,7 +106,7 @@ def _sums(
 ) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
     if has_loss:
-        found["loss"] = tuple(losses.of_outputs(outputs, targets, sample_weight))  # type: ignore[assignment]
+        found["loss"] = tuple(losses.of_outputs(outputs, targets, sample_weight))
     for name, function in functions.items():
         value = tf.convert_to_tensor(function(outputs, targets))
         found[name] = (tf.reduce_mean(value) if value.shape.rank else value, None)
@@ -118,4 +118,4 @@ def _counted(value: Any, weight: Any, size: Any) -> tuple[Any, Any]:
     count = tf.cast(size, tf.float64)
     total = tf.cast(value, tf.float64) * (count if weight is None else 1.0)
     weight = count if weight is None else tf.cast(weight, tf.float64)
-    return tuple(tf.where(size > 0, x, tf.zeros_like(x)) for x in (total, weight))  # type: ignore[return-value]
+    return tuple(tf.where(size > 0, x, tf.zeros_like(x)) for x in (total, weight))

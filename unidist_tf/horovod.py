@@ -138,7 +138,7 @@ class Horovod(TFBackend):
         if "ismatched" in text:
             return MismatchError(f"{operation} got values that don't fit together: {text}")
         if "Horovod" not in text:
-            return error
+            return error  # type: ignore[no-any-return]
         try:
             self.control.gather(f"the end of {operation}", "", timeout=_WHO_CAME)
         except PeerFailedError as known:

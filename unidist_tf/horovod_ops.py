@@ -106,7 +106,7 @@ def differentiable_reduce(tensor: tf.Tensor, op: str, scale: Any) -> tf.Tensor:
     """The sum or mean of the ranks' tensors; each rank's gets what all ranks ask of the result, by how they count (`scale`)."""
     factor = 1.0 / hvd.size() if op == "mean" else 1.0
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduce(x: tf.Tensor) -> Any:
         (total,) = sum_dense([x])
 
@@ -121,7 +121,7 @@ def differentiable_reduce(tensor: tf.Tensor, op: str, scale: Any) -> tf.Tensor:
 def differentiable_gather(tensor: tf.Tensor, scale: Any) -> tf.Tensor:
     """The ranks' rows joined; each rank's rows get what all ranks ask of them."""
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(x: tf.Tensor) -> Any:
         counts = gather_rows(tf.shape(x)[:1])
 

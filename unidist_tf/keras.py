@@ -173,4 +173,3 @@ def _mean_logs(model: Any, backend: TFBackend, logs: Any, rows: Any) -> Any:
     weighted = gradients.scaled([logs[name] for name in names], weight)
     sums, total = backend._sum(weighted, weight)
     return {**logs, **dict(zip(names, gradients.divided(sums, total)))}
-

@@ -146,7 +146,12 @@ class Losses:
 
     def _of_keras(self, outputs: Any, targets: Any, sample_weight: Any) -> Counted:
         found: list[Any] = []
-        with counted_losses(lambda loss, denominator: found.append(denominator) or loss):
+
+        def note(loss: Any, denominator: Any) -> Any:
+            found.append(denominator)
+            return loss
+
+        with counted_losses(note):
             value = self._loss(targets, outputs, sample_weight=sample_weight)
         if SUM in [d for d in found if isinstance(d, str)]:
             raise UnsupportedError(

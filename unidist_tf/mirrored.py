@@ -54,7 +54,7 @@ class Mirrored(TFBackend):
 
     def _batch_device(self) -> contextlib.AbstractContextManager[Any]:
         """On the host: each replica takes its own rows to its device."""
-        return tf.device("CPU:0")
+        return tf.device("CPU:0")  # type: ignore[no-any-return]
 
     # objects
 
@@ -144,7 +144,8 @@ class Mirrored(TFBackend):
 
     def _on_replicas(self, function: Callable[..., Any], *numbers: tf.Tensor) -> list[Any]:
         results = self.strategy.run(function, args=numbers)
-        return [map_nest(lambda value, i=i: self.strategy.experimental_local_results(value)[i], results) for i in range(self.local_replicas)]
+        local = self.strategy.experimental_local_results
+        return [map_nest(lambda value, i=i: local(value)[i], results) for i in range(self.local_replicas)]
 
     def _update_metric(self, metric: Any, targets: Any, outputs: Any, sample_weight: Any) -> None:
         if not any(self.strategy.extended.variable_created_in_scope(state.raw(v)) for v in metric.variables):

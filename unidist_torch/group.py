@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from unidist.control import Control
-from unidist.launchers.serving import serving_host
 from unidist.world import World, read_world
 
 
@@ -34,12 +33,9 @@ def meet(address: str | None) -> str:
 def start_group(world: World, control: Control, device: torch.device, timeout: float) -> None:
     """Bring the group up: rank 0 serves torch's store on a free port, which the control plane passes on."""
     limit = datetime.timedelta(seconds=timeout)
-    store, place = None, None
-    if world.rank == 0:
-        host = serving_host(world)
-        store = dist.TCPStore(host, 0, world.size, True, limit, wait_for_workers=False)
-        place = f"{host}:{store.port}"
-    host, _, port = control.broadcast("torch's store", place).rpartition(":")
+    host = control.rank_0_host or "127.0.0.1"
+    store = dist.TCPStore(host, 0, world.size, True, limit, wait_for_workers=False) if world.rank == 0 else None
+    port = control.broadcast("torch's store", str(store.port) if store is not None else None)
     if store is None:
         store = dist.TCPStore(host, int(port), world.size, False, limit)
     engine = "nccl" if device.type == "cuda" else "gloo"

@@ -227,7 +227,10 @@ def test_fit_clips_the_reduced_gradient():
 def test_fit_with_a_regulariser_and_a_sum():
     with unidist.scope():
         model = keras.Sequential(
-            [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5))]
+            [
+                keras.Input((1,)),
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5)),
+            ]
         )
     unidist.wrap_model(model)
     weight, losses = fitted(3, 4, model, loss=keras.losses.MeanSquaredError(reduction="sum"))

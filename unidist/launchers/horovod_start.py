@@ -173,7 +173,7 @@ def _reach(names: list[str], port: int) -> tuple[str, str]:
 
 def _interface(address: str) -> str:
     """The network interface that has an address. Raises LaunchError."""
-    import psutil  # Horovod needs it itself
+    import psutil  # type: ignore[import-untyped]  # Horovod needs it itself
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
