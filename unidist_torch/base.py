@@ -220,7 +220,9 @@ class TorchBackend(Backend):
 
     def _has_state(self, obj: Any) -> bool:
         if isinstance(obj, dict) and hasattr(obj, "_metadata"):
-            raise TypeError("this is a model's state_dict, whose tensors are the model's own: call unidist.broadcast(model), which sets them in place")
+            raise TypeError(
+                "this is a model's state_dict, whose tensors are the model's own: call unidist.broadcast(model), which sets them in place"
+            )
         return state.has_state(obj)
 
     def _same_start(self, obj: Any, root: int) -> None:

@@ -22,7 +22,7 @@ class Raised:
 
 
 def close(actual: Any, truth: Any, tolerance: float, what: str = "the value") -> None:
-    """Numbers, arrays, or mappings of them, within an absolute tolerance that grows with values above 1."""
+    """Finite numbers, arrays, or mappings of them, within an absolute tolerance that grows with values above 1."""
     if isinstance(truth, Mapping):
         same(list(actual), list(truth), f"the names of {what}")
         for name, value in truth.items():
@@ -33,11 +33,12 @@ def close(actual: Any, truth: Any, tolerance: float, what: str = "the value") ->
         raise AssertionError(f"{what} has shape {found.shape}, not {wanted.shape}")
     if not wanted.size:
         return
-    if not np.all(np.isfinite(found) | ~np.isfinite(wanted)):
-        raise AssertionError(f"{what} is not finite: {found!r}")
+    for whose, values in ((what, found), (f"the truth of {what}", wanted)):
+        if not np.isfinite(values).all():
+            raise AssertionError(f"{whose} is not finite: {values!r}")
     distance = np.abs(found - wanted) / np.maximum(1.0, np.abs(wanted))
-    if np.nanmax(distance) > tolerance:
-        place = np.unravel_index(np.nanargmax(distance), distance.shape)
+    if distance.max() > tolerance:
+        place = np.unravel_index(np.argmax(distance), distance.shape)
         raise AssertionError(
             f"{what} is {found[place]!r} at {tuple(map(int, place))}, not {wanted[place]!r}: off by {distance[place]:.3g}, tolerance {tolerance:g}"
         )

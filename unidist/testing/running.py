@@ -32,8 +32,9 @@ def run(
 ) -> list[Any]:
     """`function(*args)` on every rank of a job of n devices, started as `unidist run` does; the ranks' results, by rank.
 
-    function: of a module or script, at its top level, since each rank loads it from its file; like a script, it calls `unidist.init` itself. args and
-    results travel as pickles. backend, framework: as for `unidist run`. environ: more variables for the ranks. timeout: seconds for the job.
+    function: of a module or script, at its top level, since each rank loads it from its file; like a script, it calls
+    `unidist.init` itself. args and results travel as pickles. backend, framework: as for `unidist run`. environ: more variables for
+    the ranks. timeout: seconds for the job.
 
     Raises what a rank raised, with that rank's traceback as its cause; LaunchError when a rank died otherwise; TimeoutError;
     ValueError for a function that can't be loaded from its file.
@@ -51,15 +52,15 @@ def _locate(function: Callable[..., Any]) -> tuple[str, str, str]:
     name = getattr(function, "__qualname__", "")
     if "<" in name or "." in name or not name:
         raise ValueError(
-            f"{name or function!r} can't be loaded by another process: give a function that is defined with def at the top level of a module "
-            "or script, and pass what it needs as args"
+            f"{name or function!r} can't be loaded by another process: give a function that is defined with def at the top level of "
+            "a module or script, and pass what it needs as args"
         )
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if file is None:
         raise ValueError(f"{name!r} was defined where no file is ({function.__module__!r}): put it into a module or a script")
     if getattr(module, name, None) is not function:
-        raise ValueError(f"{function.__module__}.{name} is another object than the function that was given (decorated?): give the one of that name")
+        raise ValueError(f"{function.__module__}.{name} is not the function that was given (decorated?): give the one of that name")
     return function.__module__, str(Path(file).resolve()), name
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from unidist import registry
+from unidist.errors import UnknownBackendError
 from unidist.registry import Entry
 from unidist.testing import outcomes
 from unidist.testing.jobs import Ended, run_job
@@ -23,7 +24,7 @@ def find_entry(key: str) -> Entry:
     """The backend of a key such as "torch/ddp". Raises UnknownBackendError, also where the framework has to be said."""
     found = registry.candidates(key)
     if len(found) > 1:
-        raise registry.UnknownBackendError(f"{key!r} is one of {' and '.join(entry.key for entry in found)}: say which")
+        raise UnknownBackendError(f"{key!r} is one of {' and '.join(entry.key for entry in found)}: say which")
     return found[0]
 
 
@@ -44,8 +45,8 @@ def launch(
 ) -> list[Outcome]:
     """Run the checks of a backend on n devices of this host; one outcome for each, passed only if it passed on all ranks.
 
-    folder: keeps the workers' lines and output. timeout: seconds for each job. only: names of checks, numbers of points, or "few" (those that
-    show shares and weights). wait: what the workers' `init(timeout=)` is. progress: told of each check as rank 0 ends it.
+    folder: keeps the workers' lines and output. timeout: seconds for each job. only: names of checks, numbers of points, or "few" (those
+    that show shares and weights). wait: what the workers' `init(timeout=)` is. progress: told of each check as rank 0 ends it.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="unidist-test-") as name:

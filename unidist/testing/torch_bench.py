@@ -27,7 +27,9 @@ class Chain(torch.nn.Sequential):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """The outputs."""
-        return super().forward(features)  # type: ignore[no-any-return]
+        for layer in self:
+            features = layer(features)
+        return features
 
 
 class Twice(torch.nn.Module):
@@ -35,8 +37,9 @@ class Twice(torch.nn.Module):
 
     def __init__(self, weight: Any) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(*weight.shape, bias=False).double()
-        self.second = torch.nn.Linear(*weight.shape, bias=False).double()
+        num_inputs, num_outputs = weight.shape
+        self.first = torch.nn.Linear(num_inputs, num_outputs, bias=False).double()
+        self.second = torch.nn.Linear(num_inputs, num_outputs, bias=False).double()
         self.second.weight = self.first.weight
         with torch.no_grad():
             self.first.weight.copy_(torch.from_numpy(weight.T.copy()))
@@ -92,7 +95,7 @@ class TorchBench(Bench):
         return True
 
     def _optimizer(self, truth: Any, model: Any) -> Any:
-        if isinstance(truth, golden.TorchSGD):
+        if hasattr(truth, "momentum"):
             return torch.optim.SGD(model.parameters(), lr=truth.learning_rate, momentum=truth.momentum)
         return torch.optim.Adam(model.parameters(), lr=truth.learning_rate, betas=(truth.beta_1, truth.beta_2), eps=truth.epsilon)
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import unidist
-from unidist.batch import split_sizes
 from unidist.errors import MismatchError
 from unidist.testing import compare
 from unidist.testing.bench import Bench
@@ -37,9 +36,14 @@ def whole(n: int, batch: int) -> Seen:
     return [[float(i) for i in range(begin, min(begin + batch, n))] for begin in range(0, n, batch)]
 
 
+def sizes_of(bench: Bench, total: int) -> tuple[int, ...]:
+    """Samples of each replica, by the rule that the first shares hold one more: as if they were dealt out one by one."""
+    return tuple(len(range(total)[replica :: bench.replicas]) for replica in range(bench.replicas))
+
+
 def own_part(bench: Bench, batch: list[float]) -> list[float]:
-    """This process's consecutive piece of a batch, by the rule that the first shares hold one more."""
-    sizes = split_sizes(len(batch), bench.replicas)
+    """This process's consecutive piece of a batch."""
+    sizes = sizes_of(bench, len(batch))
     first = bench.rank * bench.local_replicas
     begin = sum(sizes[:first])
     return batch[begin : begin + sum(sizes[first : first + bench.local_replicas])]
@@ -62,10 +66,10 @@ def partition(bench: Bench, case: tuple[int, int]) -> None:
 @check(10, "shares say what they are", flavours="once")
 def shares(bench: Bench) -> None:
     data = unidist.wrap_data(np.arange(9.0), global_batch_size=4)
-    found = []
+    found: list[Any] = []
     for _ in data:
         found.append(data.share)
-    compare.same([share.sizes for share in found], [split_sizes(k, bench.replicas) for k in (4, 4, 1)], "the sizes by replica")
+    compare.same([share.sizes for share in found], [sizes_of(bench, k) for k in (4, 4, 1)], "the sizes by replica")
     compare.same([share.total for share in found], [4, 4, 1], "the totals")
     compare.same([share.last for share in found], [False, False, True], "which is the last")
     compare.same(unidist.data_shard(), (bench.rank, bench.size), "data_shard")

@@ -46,12 +46,13 @@ def _x(batch: Any) -> Any:
 def loader_workers(bench: Bench) -> None:
     data = unidist.wrap_data(_dataset(bench, 11), global_batch_size=4, num_workers=2)
     workers: set[int] = set()
+
+    def pick(batch: Any) -> Any:
+        workers.update(bench.array(batch["pid"]).tolist())
+        return batch["x"]
+
     for _ in range(2):
-        mine = []
-        for batch in data:
-            mine.append(bench.array(batch["x"]).tolist()[: data.share.size])
-            workers |= set(bench.array(batch["pid"]).tolist())
-        compare.same(everyone(bench, mine), whole(11, 4), "the job's samples")
+        compare.same(everyone(bench, seen(bench, data, pick)), whole(11, 4), "the job's samples")
     compare.same(len(workers), 2, "the number of worker processes over two epochs")
     compare.true(os.getpid() not in workers, "the samples came from the workers")
 
@@ -123,7 +124,7 @@ def _stream(bench: Bench, n: int, begin: int = 0) -> Any:
 
 @check(10, "a stream of unknown length: each item once over ranks and workers", flavours="native", cases={"0-workers": 0, "2-workers": 2})
 def stream(bench: Bench, workers: int) -> None:
-    data = unidist.wrap_data(_stream(bench, 10), global_batch_size=4, **({"num_workers": workers} if workers else {}))
+    data = unidist.wrap_data(_stream(bench, 10), global_batch_size=4, num_workers=workers)
     with compare.raises(TypeError, "length"):
         len(data)
     for _ in range(2):

@@ -10,6 +10,7 @@ import unidist
 from unidist.context import current, current_backend
 from unidist.testing import compare
 from unidist.testing.bench import Bench
+from unidist.testing.checks.data import seen
 from unidist.testing.table import check, several_processes
 
 
@@ -84,6 +85,6 @@ def loader_streams(bench: Bench) -> None:
 
     unidist.wrap_model(torch.nn.Linear(1, 1))
     data = unidist.wrap_data(Augmented(), global_batch_size=4, num_workers=2)
-    drawn = [value for _ in range(2) for batch in data for value in bench.array(batch).reshape(-1).tolist()[: data.share.size]]
+    drawn = [value for _ in range(2) for step in seen(bench, data) for value in step]
     everything = [value for row in bench.everywhere(drawn) for value in row]
     compare.same((len(everything), len(set(everything))), (16, 16), "draws, and different ones")
