@@ -106,8 +106,7 @@ class TFBackend(Backend):
         if model is not None:
             with self._scope():
                 build_optimizer(optimizer, model)
-        if not is_wrapped(optimizer):
-            adapt_optimizer(optimizer, self)
+        adapt_optimizer(optimizer, self)
         self._same_start(optimizer, 0)
         return optimizer
 

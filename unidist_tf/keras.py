@@ -108,7 +108,7 @@ def check_compiled(model: Any, backend: TFBackend) -> None:
 
 def install_train_step(model: Any, backend: TFBackend) -> None:
     """Keras' (or the user's) `train_step` on this object, with its losses counted locally and the replica's rows as the weight."""
-    original = model.train_step
+    original = _of_class(model, "train_step")
 
     def train_step(data: Any) -> Any:
         check_compiled(model, backend)
@@ -125,9 +125,26 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
     model.train_step = train_step
 
 
+def install_test_step(model: Any, backend: TFBackend) -> None:
+    """Likewise `test_step`, where replicas take the same number of steps: losses count by their own denominators."""
+    original = _of_class(model, "test_step")
+
+    def test_step(data: Any) -> Any:
+        rows = num_rows(data)
+        with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
+            return original(data)
+
+    model.test_step = test_step
+
+
+def _of_class(model: Any, name: str) -> Callable[..., Any]:
+    """The method of the model's class, not what an earlier backend of this process put on the object."""
+    return getattr(type(model), name).__get__(model)  # type: ignore[no-any-return]
+
+
 def without_xla(model: Any) -> None:
     """Horovod's operations have no XLA form, and on GPUs Keras compiles by itself."""
-    original = model.make_train_function
+    original = _of_class(model, "make_train_function")
 
     def make_train_function(force: bool = False) -> Any:
         model.jit_compile = False

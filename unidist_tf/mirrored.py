@@ -15,7 +15,7 @@ from unidist.nest import map_nest
 from unidist_tf import state, tensors
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, several, split_cpu
-from unidist_tf.keras import install_build, install_train_step
+from unidist_tf.keras import install_build, install_test_step, install_train_step
 
 
 class Mirrored(TFBackend):
@@ -84,6 +84,7 @@ class Mirrored(TFBackend):
     def _adapt_model(self, model: Any) -> None:
         if self.num_replicas > 1:
             install_train_step(model, self)
+            install_test_step(model, self)
             install_build(model, self.strategy)
 
     # exchange

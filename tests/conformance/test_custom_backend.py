@@ -18,7 +18,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables with which Python sees the backend as installed; pip works on a copy, since it writes beside the source."""
     source, target = tmp_path_factory.mktemp("source") / "relay", tmp_path_factory.mktemp("site")
     shutil.copytree(EXAMPLE, source)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(source)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(target),
+        str(source),
+    ]
     subprocess.run(pip, check=True, capture_output=True, timeout=120)
     environ = clean_environment(os.environ)
     return environ | {"PYTHONPATH": os.pathsep.join([str(target), environ["PYTHONPATH"]])}

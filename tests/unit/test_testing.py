@@ -34,7 +34,8 @@ def test_selection() -> None:
 
 
 def test_listing_the_checks_imports_no_framework() -> None:
-    code = "import sys; from unidist.testing.suite import check_names; check_names('torch/ddp', 2); print({'torch', 'tensorflow', 'keras'} & set(sys.modules))"
+    listing = "from unidist.testing.suite import check_names; check_names('torch/ddp', 2)"
+    code = f"import sys; {listing}; print({{'torch', 'tensorflow', 'keras'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert (done.stdout, done.stderr) == ("set()\n", "")
 

@@ -26,8 +26,12 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def test(
-    backends: Annotated[list[str] | None, typer.Argument(metavar="[BACKEND]...", help="Such as torch/ddp; all that are usable here.")] = None,
-    devices: Annotated[int | None, typer.Option("-n", "--num-devices", min=1, help="Devices of each job; all visible GPUs, else 2.")] = None,
+    backends: Annotated[
+        list[str] | None, typer.Argument(metavar="[BACKEND]...", help="Such as torch/ddp; all that are usable here.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("-n", "--num-devices", min=1, help="Devices of each job; all visible GPUs, else 2.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option("--only", help="A point's number, a check's name, or few.")] = None,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep the workers' lines and output in this folder.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for each job.")] = 900.0,

@@ -40,7 +40,8 @@ def close(actual: Any, truth: Any, tolerance: float, what: str = "the value") ->
     if distance.max() > tolerance:
         place = np.unravel_index(np.argmax(distance), distance.shape)
         raise AssertionError(
-            f"{what} is {found[place]!r} at {tuple(map(int, place))}, not {wanted[place]!r}: off by {distance[place]:.3g}, tolerance {tolerance:g}"
+            f"{what} is {found[place]!r} at {tuple(map(int, place))}, not {wanted[place]!r}: off by {distance[place]:.3g}, "
+            f"tolerance {tolerance:g}"
         )
 
 

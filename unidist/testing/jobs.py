@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unidist.world import LAUNCHERS
+from unidist.launcher_variables import LAUNCHERS
 
 _PATIENCE = 10.0  # seconds that `unidist run` has to end its workers
 _TICK = 0.1
@@ -36,13 +36,11 @@ class Ended:
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Without the variables of launchers, of an outer job and of the choice of Keras' backend; unidist can be imported."""
-    of_launchers = {
-        name for entry in LAUNCHERS
-        for name in (entry.sign, entry.tasks, *entry.rank, *entry.size, *entry.local_rank, *entry.local_size, *entry.node_rank, *entry.num_nodes)
-    }  # fmt: skip
-    kept = {
-        name: value for name, value in environ.items() if name not in of_launchers | _NAMES and not name.startswith(_PREFIXES)
-    }
+    of_launchers: set[str] = set()
+    for entry in LAUNCHERS:
+        of_launchers |= {entry.sign, entry.tasks, *entry.rank, *entry.size, *entry.local_rank, *entry.local_size}
+        of_launchers |= {*entry.node_rank, *entry.num_nodes}
+    kept = {name: value for name, value in environ.items() if name not in of_launchers | _NAMES and not name.startswith(_PREFIXES)}
     root = str(Path(__file__).parents[2])
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]))
     kept.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

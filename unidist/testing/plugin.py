@@ -1,8 +1,8 @@
 """The checks as pytest tests, for the built-in backends and for anyone's: each launch once, each check a test.
 
-    from unidist.testing.plugin import conformance
+from unidist.testing.plugin import conformance
 
-    test_mykey = conformance("torch/mykey", n=2)
+test_mykey = conformance("torch/mykey", n=2)
 """
 
 from __future__ import annotations

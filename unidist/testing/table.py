@@ -23,10 +23,10 @@ POINTS = {
     12: "nothing hidden",
     13: "randomness",
 }
-_MODULES = (
-    "gradients", "own_loops", "keras_loops", "same_start", "accumulation", "clipping", "parameters", "batchnorm", "native_objects", "collectives",
-    "waits", "data", "loaders", "metrics", "refusals", "randomness",
-)  # fmt: skip
+_MODULES = """
+    gradients own_loops keras_loops same_start accumulation clipping parameters batchnorm native_objects collectives waits data loaders
+    metrics refusals randomness
+""".split()
 # What models are made of: modules and optimizers of torch itself, or Keras on the framework.
 FLAVOURS = {"torch": ("native", "keras"), "tensorflow": ("keras",)}
 

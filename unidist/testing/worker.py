@@ -1,6 +1,6 @@
 """The program of each worker: runs all checks of a backend in one order, and writes a line for each as it goes.
 
-    unidist run -n 2 --backend ddp --framework torch -m unidist.testing.worker --out DIR
+unidist run -n 2 --backend ddp --framework torch -m unidist.testing.worker --out DIR
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import numpy as np
 import unidist
 from unidist.testing import compare, golden
 from unidist.testing.bench import Bench
-from unidist.testing.table import check
+from unidist.testing.table import check, exchanges_in_backward, several_processes
 from unidist.testing.trial import Trial, setup, verify
 
 TRIALS = {
@@ -25,7 +25,9 @@ TRIALS = {
 KERAS = ("cut-at-the-end", "empty-share-in-a-window", "class-weights")
 
 
-@check(3, "a window is one batch", cases=TRIALS, flavours={"native": TRIALS, "keras": KERAS}, few=("uneven-last-batch", "class-weights-empty"))
+@check(
+    3, "a window is one batch", cases=TRIALS, flavours={"native": TRIALS, "keras": KERAS}, few=("uneven-last-batch", "class-weights-empty")
+)
 def accumulate(bench: Bench, trial: Trial) -> None:
     verify(bench, trial)
 
@@ -42,6 +44,19 @@ def held_until_the_end(bench: Bench) -> None:
         before = {name: value.copy() for name, value in after.items()}
     compare.same(moved, [False, True, True], "whether weights moved, batch by batch")
     compare.same(step.updates, 2, "step.updates")
+
+
+@check(3, "gradients travel once per update: until then they are each rank's own", flavours="native",
+       needs=(exchanges_in_backward, several_processes))  # fmt: skip
+def exchanged_once(bench: Bench) -> None:
+    model, optimizer, data = setup(bench, Trial(rest="none", steps=2))
+    step = unidist.make_train_step(model, optimizer, bench.loss("mlp", "mean"), gradient_accumulation_steps=2)
+    kinds = []
+    for batch in data:
+        step(batch)
+        ranks = bench.everywhere(bench.array(next(model.parameters()).grad).tobytes())
+        kinds.append(len(set(ranks)))
+    compare.same(kinds, [bench.size, 1], "how many different gradients the ranks hold, batch by batch")
 
 
 @check(3, "a step serves several passes, and batches of its own after them")

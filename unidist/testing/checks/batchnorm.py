@@ -139,7 +139,12 @@ def _learned(bench: Bench, model: Any) -> list[Any]:
     return [values[0], values[1], values[2], values[-1]]
 
 
-@check(6, "sync_batchnorm normalises over the global batch: weights and statistics are one device's", cases={"even": 2, "uneven": None}, few=True)
+@check(
+    6,
+    "sync_batchnorm normalises over the global batch: weights and statistics are one device's",
+    cases={"even": 2, "uneven": None},
+    few=True,
+)
 def synchronised(bench: Bench, each: int | None) -> None:
     n = 2 * bench.replicas if each else 2 * bench.replicas + 1
     rows = _rows(n)
@@ -156,9 +161,7 @@ def synchronised_empty(bench: Bench) -> None:
     """The second step has samples on rank 0 only; the statistics keep nothing of the first."""
     mine = _rows(4) if bench.rank == 0 else _rows(4)[:2]
     model = _wrapped(bench, sync_batchnorm=True)
-    data = unidist.wrap_data(
-        (mine, np.ones((len(mine), 1))), per_replica_batch_size=2 // bench.local_replicas, already_sharded=True
-    )
+    data = unidist.wrap_data((mine, np.ones((len(mine), 1))), per_replica_batch_size=2 // bench.local_replicas, already_sharded=True)
     step = unidist.make_train_step(model, bench.optimizer("plain", model, rate=0.0), bench.loss("linear", "mean"))
     for batch in data:
         step(batch)

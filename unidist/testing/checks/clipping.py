@@ -22,7 +22,13 @@ TRIALS = {
 }
 
 
-@check(4, "clipped as on one device", cases=TRIALS, flavours={"native": TRIALS, "keras": ("norm", "value-of-a-window")}, few=("norm-of-a-window",))
+@check(
+    4,
+    "clipped as on one device",
+    cases=TRIALS,
+    flavours={"native": TRIALS, "keras": ("norm", "value-of-a-window")},
+    few=("norm-of-a-window",),
+)
 def clip(bench: Bench, trial: Trial) -> None:
     verify(bench, trial)
     if trial.clip_norm is not None and trial.clip_norm < 1.0:

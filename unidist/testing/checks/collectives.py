@@ -35,7 +35,13 @@ def _equal(bench: Bench, found: Any, expected: Any, dtype: str, what: str) -> No
     compare.same(bench.numbers(found).tolist(), bench.numbers(wanted).tolist(), what)
 
 
-@check(8, "broadcast, all_gather and all_reduce of every dtype are exact", flavours="once", cases={d: d for d in _DTYPES}, few=("int16", "bool"))
+@check(
+    8,
+    "broadcast, all_gather and all_reduce of every dtype are exact",
+    flavours="once",
+    cases={d: d for d in _DTYPES},
+    few=("int16", "bool"),
+)
 def dtypes(bench: Bench, dtype: str) -> None:
     mine = _tensor(bench, _values(bench.rank), dtype)
     ranks = [_values(rank) for rank in range(bench.size)]
@@ -88,7 +94,9 @@ def numbers(bench: Bench) -> None:
     compare.true(isinstance(one, np.float32) and one == sum(ranks), "a NumPy scalar stays one")
     for dtype in ("float64", "float32", "int16", "uint8", "bool", "int64"):
         array = np.array([[r % 2, 1], [1, 0]], dtype)
-        compare.same(unidist.all_gather(array), np.concatenate([np.array([[k % 2, 1], [1, 0]], dtype) for k in ranks]), f"all_gather of {dtype}")
+        compare.same(
+            unidist.all_gather(array), np.concatenate([np.array([[k % 2, 1], [1, 0]], dtype) for k in ranks]), f"all_gather of {dtype}"
+        )
         compare.same(unidist.broadcast(array, n - 1), np.array([[(n - 1) % 2, 1], [1, 0]], dtype), f"broadcast of {dtype}")
     compare.same(unidist.all_gather(r), np.arange(n), "all_gather of an int")
     compare.same(unidist.all_gather(0.5 * r), 0.5 * np.arange(n), "all_gather of a float")
@@ -104,11 +112,18 @@ class Pair(NamedTuple):
 @check(8, "nests keep their form, leaf by leaf", flavours="once")
 def nests(bench: Bench) -> None:
     r, n = bench.rank, bench.size
-    nest = {"a": bench.tensor(np.array([1.0 * r])), "b": (2.0 * r, [np.array([3.0 * r])]), "c": Pair(r * 1.0, bench.tensor(np.array(4.0 * r))), "d": {}}
+    nest = {
+        "a": bench.tensor(np.array([1.0 * r])),
+        "b": (2.0 * r, [np.array([3.0 * r])]),
+        "c": Pair(r * 1.0, bench.tensor(np.array(4.0 * r))),
+        "d": {},
+    }
     found = unidist.all_reduce(nest)
     mean = (n - 1) / 2
     compare.same(list(found), ["a", "b", "c", "d"], "the keys")
-    compare.true(type(found["c"]) is Pair and type(found["b"]) is tuple and type(found["b"][1]) is list, "tuples, lists and named tuples stay")
+    compare.true(
+        type(found["c"]) is Pair and type(found["b"]) is tuple and type(found["b"][1]) is list, "tuples, lists and named tuples stay"
+    )
     compare.same(bench.array(found["a"]).tolist(), [mean], "a")
     compare.same((found["b"][0], found["b"][1][0].tolist()), (2 * mean, [3 * mean]), "b")
     compare.same((found["c"].left, float(bench.array(found["c"].right))), (mean, 4 * mean), "c")
@@ -127,7 +142,12 @@ def layouts(bench: Bench) -> None:
         compare.same(tuple(unidist.broadcast(empty).shape), shape, "the shape of an empty broadcast")
         compare.same(tuple(unidist.all_gather(empty).shape), (shape[0] * n, *shape[1:]), "the shape of an empty all_gather")
     base = np.arange(12.0).reshape(3, 4) + 100 * r
-    for what, array in (("transposed", base.T), ("every second", base[:, ::2]), ("reversed", base[::-1]), ("repeated", np.broadcast_to(base[:1], (3, 4)))):
+    for what, array in (
+        ("transposed", base.T),
+        ("every second", base[:, ::2]),
+        ("reversed", base[::-1]),
+        ("repeated", np.broadcast_to(base[:1], (3, 4))),
+    ):
         bases = [array - 100 * r + 100 * k for k in range(n)]
         compare.same(unidist.all_reduce(array, "sum"), np.sum(bases, 0), f"all_reduce of {what}")
         compare.same(unidist.all_gather(array), np.concatenate(bases), f"all_gather of {what}")
@@ -237,11 +257,15 @@ def objects(bench: Bench) -> None:
     root = bench.size - 1
     thing = {"name": "a thing", "rows": list(range(5)), "array": np.arange(3), "none": None}
     found = unidist.broadcast_object(thing if bench.rank == root else None, root)
-    compare.same((found["name"], found["rows"], found["array"].tolist(), found["none"]), ("a thing", [0, 1, 2, 3, 4], [0, 1, 2], None), "the object")
+    compare.same(
+        (found["name"], found["rows"], found["array"].tolist(), found["none"]), ("a thing", [0, 1, 2, 3, 4], [0, 1, 2], None), "the object"
+    )
     big = bytes(1 << 20) + b"end" if bench.rank == 0 else None
     compare.same(unidist.broadcast_object(big)[-3:], b"end", "the end of a large object")
     compare.true(unidist.broadcast_object(None) is None, "None itself travels")
-    compare.same(unidist.all_gather_object("x" * (bench.rank * 1000)), ["x" * (k * 1000) for k in range(bench.size)], "objects of different sizes")
+    compare.same(
+        unidist.all_gather_object("x" * (bench.rank * 1000)), ["x" * (k * 1000) for k in range(bench.size)], "objects of different sizes"
+    )
     compare.same(unidist.all_gather_object({bench.rank: None}), [{k: None} for k in range(bench.size)], "every rank's object")
 
 

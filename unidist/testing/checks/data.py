@@ -52,7 +52,13 @@ def own_part(bench: Bench, batch: list[float]) -> list[float]:
 SIZES = {f"{n}-by-{b}": (n, b) for n, b in ((10, 4), (12, 4), (9, 4), (7, 3), (5, 1), (3, 8), (1, 4), (16, 8))}
 
 
-@check(10, "consecutive shares of consecutive batches, none twice, none lost", flavours="once", cases=SIZES, few=("10-by-4", "7-by-3", "5-by-1"))
+@check(
+    10,
+    "consecutive shares of consecutive batches, none twice, none lost",
+    flavours="once",
+    cases=SIZES,
+    few=("10-by-4", "7-by-3", "5-by-1"),
+)
 def partition(bench: Bench, case: tuple[int, int]) -> None:
     n, batch = case
     data = unidist.wrap_data(np.arange(float(n)), global_batch_size=batch)

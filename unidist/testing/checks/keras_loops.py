@@ -26,7 +26,14 @@ def fit(bench: Bench, case: Any) -> None:
     model = _compiled(bench, trial)
     weights = {} if samples.sample_weight is None else {"sample_weight": samples.sample_weight}
     history = model.fit(
-        samples.inputs, samples.targets, batch_size=trial.batch(bench.replicas), epochs=trial.epochs, shuffle=False, verbose=0, **weights, **options
+        samples.inputs,
+        samples.targets,
+        batch_size=trial.batch(bench.replicas),
+        epochs=trial.epochs,
+        shuffle=False,
+        verbose=0,
+        **weights,
+        **options,
     )
     by_class = golden.class_sample_weights(samples.targets, options["class_weight"]) if options else samples.sample_weight
     expected = golden.train(
@@ -41,7 +48,9 @@ def fit(bench: Bench, case: Any) -> None:
 def _compiled(bench: Bench, trial: Trial) -> Any:
     model = bench.model(trial.network)
     with unidist.scope():
-        model.compile(bench.optimizer(trial.optimizer, model), bench.loss(trial.network, "object"), metrics=["mae"] if trial.network == "mlp" else [])
+        model.compile(
+            bench.optimizer(trial.optimizer, model), bench.loss(trial.network, "object"), metrics=["mae"] if trial.network == "mlp" else []
+        )
     return model
 
 
@@ -70,7 +79,9 @@ def traced_loop(bench: Bench, how: str) -> None:
     bench.equal_everywhere(model)
 
 
-@check(1, "reduce_gradients gives the mean; a variable used nowhere keeps None", flavours="keras", needs=(exchanges_in_apply, several_replicas))
+@check(
+    1, "reduce_gradients gives the mean; a variable used nowhere keeps None", flavours="keras", needs=(exchanges_in_apply, several_replicas)
+)
 def reduced(bench: Bench) -> None:
     values = bench.on_replicas(lambda index: [bench.ops().cast(index, "float64") + 1.0, None], reduce=True)
     expected = np.mean([1.0 + index for index in range(bench.replicas)])

@@ -98,7 +98,9 @@ def sampler(bench: Bench) -> None:
     compare.true(set(drawn) <= {1.0, 2.0, 3.0, 5.0}, "samples of weight 0 are not drawn")
 
 
-@check(10, "a DistributedSampler is recognised, and refused unless the data is said to be split", flavours="native", needs=(several_processes,))
+@check(
+    10, "a DistributedSampler is recognised, and refused unless the data is said to be split", flavours="native", needs=(several_processes,)
+)
 def distributed_sampler(bench: Bench) -> None:
     torch = bench.module
     split = torch.utils.data.distributed.DistributedSampler(_dataset(bench, 9), bench.size, bench.rank, shuffle=False)

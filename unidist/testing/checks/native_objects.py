@@ -89,6 +89,7 @@ def deep_copy(bench: Bench) -> None:
         twin(rows).sum().backward()
         compare.true(all(parameter.grad is not None for parameter in twin.parameters()), "the copy has gradients of its own")
         bench.module.optim.SGD(twin.parameters(), lr=0.1).step()
+    unidist.barrier()  # a copy that communicates would still wait for the other ranks here
     for name, value in bench.weights(model).items():
         compare.same(np.asarray(value), np.asarray(before[name]), f"the model's own {name!r}")
     for batch in data:
@@ -101,7 +102,9 @@ def files(bench: Bench) -> None:
     torch = bench.module
     trial = Trial(rest="none", steps=1, epochs=1)
     samples = trial.samples(bench.replicas)
-    model = unidist.wrap_model(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).double(), **_sync(bench))
+    model = unidist.wrap_model(
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).double(), **_sync(bench)
+    )
     optimizer = unidist.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5), model)
     step = unidist.make_train_step(model, optimizer, bench.loss("mlp", "mean"))
     for batch in bench.data(samples, trial.batch(bench.replicas)):

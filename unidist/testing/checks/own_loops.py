@@ -49,7 +49,9 @@ EXCHANGES: dict[str, Exchange] = {
 CASES = {f"{how}-{rest}": (how, rest) for how in EXCHANGES for rest in ("none", "uneven", "one")}
 
 
-@check(1, "an own loop trains like one device", cases=CASES, flavours="native", needs=_NEEDS, few=("plain-uneven", "plain-one", "total-uneven"))
+@check(
+    1, "an own loop trains like one device", cases=CASES, flavours="native", needs=_NEEDS, few=("plain-uneven", "plain-one", "total-uneven")
+)
 def own_loop(bench: Bench, case: tuple[str, str]) -> None:
     how, rest = case
     trial = Trial("classifier", "adam", rest, form="total" if how == "total" else "mean")
@@ -166,7 +168,9 @@ def class_weights(bench: Bench, case: dict[str, bool]) -> None:
     torch = bench.module
     trial = Trial("classifier", "sgd", "uneven", steps=1, epochs=1)
     named = dict(enumerate(CLASS_WEIGHTS)) if "weight" in case else {0: 1.0, 1: 1.0}
-    loss = torch.nn.CrossEntropyLoss(bench.tensor(np.array(CLASS_WEIGHTS))) if "weight" in case else torch.nn.CrossEntropyLoss(ignore_index=2)
+    loss = (
+        torch.nn.CrossEntropyLoss(bench.tensor(np.array(CLASS_WEIGHTS))) if "weight" in case else torch.nn.CrossEntropyLoss(ignore_index=2)
+    )
     model, optimizer, data = setup(bench, trial)
     step = unidist.make_train_step(model, optimizer, loss)
     for batch in data:

@@ -212,7 +212,7 @@ def checkpointed(bench: Bench) -> None:
     _train_checkpointed(bench, reentrant=False)
 
 
-@check(5, "reentrant activation checkpointing is right, or the step raises, naming the other kind, before any weight moves", flavours="native",
+@check(5, "reentrant checkpointing is right, or the step raises, naming the other kind, before any weight moves", flavours="native",
        needs=(exchanges_in_backward, several_processes), ends_job=True)  # fmt: skip
 def reentrant(bench: Bench) -> None:
     try:

@@ -17,7 +17,9 @@ from unidist.testing.table import POINTS, check, exchanges_in_apply, exchanges_i
 @check(12, "what the backend declares to refuse is a point of the contract, with a reason", flavours="once", refusable=False)
 def declared(bench: Bench) -> None:
     for point, reason in bench.backend.refuses.items():
-        compare.true(point in POINTS and isinstance(reason, str) and reason.strip(), f"refuses[{point!r}] = {reason!r} is a point and a reason")
+        compare.true(
+            point in POINTS and isinstance(reason, str) and reason.strip(), f"refuses[{point!r}] = {reason!r} is a point and a reason"
+        )
 
 
 @check(12, "the facts agree with each other", flavours="once")

@@ -68,9 +68,7 @@ def named_difference(bench: Bench) -> None:
         unidist.wrap_model(torch.nn.Linear(2, 2).to(torch.float64 if bench.rank else torch.float32))
 
 
-BUFFERS = {
-    "bool": "bool", "int16": "int16", "int64": "int64", "bfloat16": "bfloat16", "float64": "float64", "uint8": "uint8", "complex64": "complex64",
-}  # fmt: skip
+BUFFERS = {dtype: dtype for dtype in ("bool", "uint8", "int16", "int64", "bfloat16", "float64", "complex64")}
 
 
 @check(2, "buffers of any dtype, and frozen integer parameters", flavours="native", cases=BUFFERS, few=("int16",))

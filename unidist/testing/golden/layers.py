@@ -27,9 +27,7 @@ class Layer(ABC):
         """Outputs (n, ...) for inputs (n, ...)."""
 
     @abstractmethod
-    def backward(
-        self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array
-    ) -> tuple[Array, Weights]:
+    def backward(self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array) -> tuple[Array, Weights]:
         """Gradients of sum(outputs * upstream) by the inputs and by the weights; `upstream` is shaped like outputs."""
 
 
@@ -48,9 +46,7 @@ class Dense(Layer):
     def forward(self, weights: Mapping[str, Array], inputs: Array) -> Array:
         return inputs @ weights["kernel"] + weights.get("bias", 0.0)
 
-    def backward(
-        self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array
-    ) -> tuple[Array, Weights]:
+    def backward(self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array) -> tuple[Array, Weights]:
         gradients = {"kernel": inputs.T @ upstream, "bias": upstream.sum(axis=0)}
         return upstream @ weights["kernel"].T, {name: gradients[name] for name in self.shapes()}
 
@@ -62,9 +58,7 @@ class Tanh(Layer):
     def forward(self, weights: Mapping[str, Array], inputs: Array) -> Array:
         return np.tanh(inputs)
 
-    def backward(
-        self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array
-    ) -> tuple[Array, Weights]:
+    def backward(self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array) -> tuple[Array, Weights]:
         return upstream * (1.0 - outputs**2), {}
 
 
@@ -82,9 +76,7 @@ class Embedding(Layer):
         rows: Array = weights["embeddings"][inputs]
         return rows
 
-    def backward(
-        self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array
-    ) -> tuple[Array, Weights]:
+    def backward(self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array) -> tuple[Array, Weights]:
         gradient = np.zeros_like(weights["embeddings"])
         np.add.at(gradient, inputs, upstream)  # an id that occurs twice counts twice
         return np.zeros(inputs.shape), {"embeddings": gradient}  # ids have no gradient
@@ -98,8 +90,6 @@ class MeanOverPositions(Layer):
         mean: Array = inputs.mean(axis=1)
         return mean
 
-    def backward(
-        self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array
-    ) -> tuple[Array, Weights]:
+    def backward(self, weights: Mapping[str, Array], inputs: Array, outputs: Array, upstream: Array) -> tuple[Array, Weights]:
         positions = inputs.shape[1]
         return np.repeat(upstream[:, None, :], positions, axis=1) / positions, {}

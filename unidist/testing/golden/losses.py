@@ -62,9 +62,7 @@ def mean(values: Array) -> float:
     return float(values.mean())
 
 
-def total_and_weight(
-    values: Array, sample_weight: Array | None = None, denominator: Denominator = "samples"
-) -> tuple[float, float]:
+def total_and_weight(values: Array, sample_weight: Array | None = None, denominator: Denominator = "samples") -> tuple[float, float]:
     """(sum of w*l, weight); the scalar loss is total / weight. values, sample_weight: (n,); no weights are ones.
 
     "samples" divides by n, as Keras does (`sum_over_batch_size`, keras/src/losses/loss.py); "weights" by the sum of the

@@ -25,9 +25,7 @@ class Network:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights by name, in model order."""
-        return {
-            f"{prefix}/{key}": shape for prefix, layer in self._named_layers() for key, shape in layer.shapes().items()
-        }
+        return {f"{prefix}/{key}": shape for prefix, layer in self._named_layers() for key, shape in layer.shapes().items()}
 
     def forward(self, weights: Weights, inputs: Array) -> Array:
         """Outputs (n, ...) for inputs (n, ...)."""

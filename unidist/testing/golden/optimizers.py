@@ -43,9 +43,7 @@ class Optimizer(ABC):
 
     def update(self, weights: Weights, gradients: Weights, state: State) -> tuple[Weights, State]:
         """New weights and state; nothing is changed in place. weights and gradients: same keys and shapes."""
-        stepped = {
-            name: self.step(weight, gradients[name], state.slots[name], state.count) for name, weight in weights.items()
-        }
+        stepped = {name: self.step(weight, gradients[name], state.slots[name], state.count) for name, weight in weights.items()}
         new_weights = {name: weight for name, (weight, _) in stepped.items()}
         return new_weights, State(state.count + 1, {name: slots for name, (_, slots) in stepped.items()})
 
