@@ -11,63 +11,149 @@ if TYPE_CHECKING:
     from unidist.batch import Share as Share
     from unidist.collectives import (
         all_gather as all_gather,
+    )
+    from unidist.collectives import (
         all_gather_object as all_gather_object,
+    )
+    from unidist.collectives import (
         all_reduce as all_reduce,
+    )
+    from unidist.collectives import (
         barrier as barrier,
+    )
+    from unidist.collectives import (
         broadcast as broadcast,
+    )
+    from unidist.collectives import (
         broadcast_object as broadcast_object,
     )
-    from unidist.context import Context as Context, current as current, init as init, is_initialized as is_initialized, shutdown as shutdown
+    from unidist.context import Context as Context
+    from unidist.context import current as current
+    from unidist.context import init as init
+    from unidist.context import is_initialized as is_initialized
+    from unidist.context import shutdown as shutdown
     from unidist.data import Data as Data
     from unidist.errors import (
         CollectiveTimeoutError as CollectiveTimeoutError,
+    )
+    from unidist.errors import (
         FrameworkMismatchError as FrameworkMismatchError,
+    )
+    from unidist.errors import (
         LaunchError as LaunchError,
+    )
+    from unidist.errors import (
         MismatchError as MismatchError,
+    )
+    from unidist.errors import (
         MissingDependencyError as MissingDependencyError,
+    )
+    from unidist.errors import (
         NotInitializedError as NotInitializedError,
+    )
+    from unidist.errors import (
         PeerFailedError as PeerFailedError,
+    )
+    from unidist.errors import (
         UnidistError as UnidistError,
+    )
+    from unidist.errors import (
         UnknownBackendError as UnknownBackendError,
+    )
+    from unidist.errors import (
         UnsupportedError as UnsupportedError,
     )
     from unidist.facts import (
         backend as backend,
+    )
+    from unidist.facts import (
         device as device,
+    )
+    from unidist.facts import (
         framework as framework,
+    )
+    from unidist.facts import (
         local_rank as local_rank,
+    )
+    from unidist.facts import (
         local_world_size as local_world_size,
+    )
+    from unidist.facts import (
         node_rank as node_rank,
+    )
+    from unidist.facts import (
         num_replicas as num_replicas,
+    )
+    from unidist.facts import (
         rank as rank,
+    )
+    from unidist.facts import (
         world_size as world_size,
     )
     from unidist.messages import (
         is_main_process as is_main_process,
+    )
+    from unidist.messages import (
         main_process_first as main_process_first,
+    )
+    from unidist.messages import (
         main_process_only as main_process_only,
+    )
+    from unidist.messages import (
         print as print,
     )
     from unidist.objects import (
         assert_replicas_equal as assert_replicas_equal,
+    )
+    from unidist.objects import (
         get_weights as get_weights,
+    )
+    from unidist.objects import (
         native as native,
+    )
+    from unidist.objects import (
         scope as scope,
+    )
+    from unidist.objects import (
         set_weights as set_weights,
+    )
+    from unidist.objects import (
         wrap_model as wrap_model,
+    )
+    from unidist.objects import (
         wrap_optimizer as wrap_optimizer,
     )
     from unidist.steps import (
         Mean as Mean,
+    )
+    from unidist.steps import (
         accumulate as accumulate,
+    )
+    from unidist.steps import (
         backward as backward,
+    )
+    from unidist.steps import (
         clip_gradients as clip_gradients,
+    )
+    from unidist.steps import (
         data_shard as data_shard,
+    )
+    from unidist.steps import (
         evaluate as evaluate,
+    )
+    from unidist.steps import (
         gather_predictions as gather_predictions,
+    )
+    from unidist.steps import (
         make_train_step as make_train_step,
+    )
+    from unidist.steps import (
         predict as predict,
+    )
+    from unidist.steps import (
         reduce_gradients as reduce_gradients,
+    )
+    from unidist.steps import (
         wrap_data as wrap_data,
     )
     from unidist.version import __version__ as __version__

@@ -19,8 +19,6 @@ def check_same(control: Control, what: str, rows: Sequence[Sequence[Any]]) -> No
 
     Raises MismatchError on all ranks that names the first item that differs and what each rank has.
     """
-    import hashlib  # most processes never compare
-
     text = json.dumps([list(row) for row in rows], default=str)
     digests = control.gather(f"compare {what}", hashlib.sha256(text.encode()).hexdigest())
     if len(set(digests)) == 1:

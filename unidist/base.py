@@ -182,7 +182,7 @@ class Backend(ABC):
     def _source(self, data: Any, *, shuffle: bool, options: Mapping[str, Any]) -> Source:
         """What `wrap_data` was given, understood: its length, and how to build the framework's loader for a plan of shares."""
 
-    def _end_of_pass(self) -> None:
+    def _end_of_pass(self) -> None:  # noqa: B027  # most backends have nothing to do
         """After a pass over `wrap_data`, on all ranks: rank 0's running statistics reach the others."""
 
     # collectives: contiguous tensors on which all ranks agree

@@ -1,7 +1,7 @@
 """What a tf.data.Dataset is made of: whether it batches, splits or shuffles, and its samples, found by walking its inputs.
 
-Private names of TensorFlow that are read: `Dataset._inputs`, class names of datasets, `_PaddedBatchDataset._padded_shapes` and
-`_padding_values`, `_ShuffleDataset._seed` and `_seed2`.
+Private names of TensorFlow that are read: `Dataset._inputs`, class names of datasets, `_BatchDataset._batch_size` and
+`_drop_remainder`, `_PaddedBatchDataset._padded_shapes` and `_padding_values`, `_ShuffleDataset._seed` and `_seed2`.
 """
 
 from __future__ import annotations

@@ -98,10 +98,10 @@ class Mirrored(TFBackend):
         return 1 if self._replica() is None else self.local_replicas
 
     def _seen_scale(self) -> Any:
-        last = self.shares.last
-        if self._replica() is not None and last is not None and not last.even:
+        share = self.shares.seen().share
+        if self._replica() is not None and share is not None and not share.even:
             raise ValueError(
-                f"the batch last drawn has shares {last.sizes}, and a replica can't know its own: pass the rows of its gradients as "
+                f"the batch last drawn has shares {share.sizes}, and a replica can't know its own: pass the rows of its gradients as "
                 "unidist.reduce_gradients(gradients, weight=rows), or use make_train_step"
             )
         return 1.0

@@ -17,6 +17,11 @@ from unidist.data import BatchPlan, GlobalPlan, ShardedPlan
 from unidist.nest import leaves
 from unidist_tf.data import read_source
 
+# test_tf_mirrored.py may run in this process later, and devices can't be made once TensorFlow was used.
+with contextlib.suppress(RuntimeError):
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
 BACKEND = SimpleNamespace(_batch_device=contextlib.nullcontext, world=SimpleNamespace(size=2, rank=0))
 
 

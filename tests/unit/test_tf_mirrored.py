@@ -153,13 +153,52 @@ def test_own_loop_counts_by_weight(rows):
     np.testing.assert_allclose(weights(model)[0], 1 + 2 * 0.0078125 * (x**2).mean(), rtol=1e-12)
 
 
+def test_own_loop_has_to_say_the_weight_of_an_uneven_batch():
+    model = build("linear")
+    unidist.wrap_optimizer(optimizer(), model)
+    next(iter(unidist.wrap_data(np.ones((3, 1)), global_batch_size=4)))
+    with pytest.raises(ValueError, match=r"weight=rows"):
+        unidist.current().strategy.run(lambda: unidist.reduce_gradients([tf.ones((1, 1), tf.float64)]))
+
+
+class Line(tf.Module):
+    """A model without Keras."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [tf.Variable([[1.0]], dtype=tf.float64)]
+
+    def __call__(self, x, times):
+        return x @ self.parts[0] * times
+
+
+@pytest.mark.parametrize("inputs", [tuple, dict])
+def test_module_with_several_inputs(inputs):
+    with unidist.scope():
+        model = unidist.wrap_model(Line())
+        tuned = unidist.wrap_optimizer(keras.optimizers.SGD(0.0078125, momentum=0.5), model)
+    x, times = np.arange(1.0, 4.0)[:, None], np.ones((3, 1))
+    data = ((x, times) if inputs is tuple else {"times": times, "x": x}, 2 * x)
+    step = unidist.make_train_step(model, tuned, mse)
+    for batch in unidist.wrap_data(data, global_batch_size=4):
+        step(batch)
+    found = unidist.get_weights(model)
+    assert list(found) == ["parts/0"]
+    np.testing.assert_allclose(found["parts/0"], 1 + 2 * 0.0078125 * 14 / 3, rtol=1e-12)
+
+
+def test_other_optimizers():
+    with pytest.raises(unidist.FrameworkMismatchError, match="Keras 3"):
+        unidist.wrap_optimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+
+
 def fitted(n, batch, model=None, epochs=1, rate=0.0078125, **arguments):
     model = model or build("linear")
     with unidist.scope():
         model.compile(unidist.wrap_optimizer(keras.optimizers.SGD(rate), model), **({"loss": "mse"} | arguments))
     x = np.arange(1.0, n + 1.0)[:, None]
     history = model.fit(x, 2 * x, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
-    return float(weights(model)[0][0, 0]), history.history["loss"]
+    return float(weights(model)[0][0, 0]), next(iter(history.history.values()))
 
 
 @pytest.mark.parametrize(("n", "squares", "loss"), [(4, 7.5, 7.5), (3, 14 / 3, 14 / 3), (1, 1.0, 1.0)])
@@ -169,7 +208,7 @@ def test_fit_counts_rows(n, squares, loss):
 
 
 class LocalMean(keras.Model):
-    """The obvious train step, with a mean of what it is given."""
+    """The obvious train step, with a mean of what it is given; Keras itself logs 0.0 for a step's own "loss"."""
 
     def __init__(self):
         super().__init__()
