@@ -17,6 +17,9 @@ from unidist_torch import tensors
 from unidist_torch.transport import Transport
 
 
+_TOGETHER = 64 << 20  # bytes that one exchange may hold besides the tensors themselves
+
+
 def is_native_optimizer(obj: Any) -> bool:
     """Whether this is a torch optimizer rather than Keras'."""
     return isinstance(obj, torch.optim.Optimizer)
@@ -68,8 +71,25 @@ def broadcast_tensors(transport: Transport, control: Control, what: str, named: 
     if transport.size == 1:
         return
     with torch.no_grad():
-        for tensor in named.values():
-            tensor.copy_(transport.broadcast(tensor.detach().contiguous(), root))
+        for group in _groups(list(named.values())):
+            parts = [tensors.as_bytes(tensor.detach()) for tensor in group]
+            moved = transport.broadcast_(torch.cat(parts), root).split([part.numel() for part in parts])
+            for tensor, data in zip(group, moved):
+                tensor.copy_(tensors.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
+
+
+def _groups(all_tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Consecutive tensors that travel together: of at most 64 MB, or one that is larger."""
+    groups: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in all_tensors:
+        size = tensor.numel() * tensor.element_size()
+        if not groups or size > room:
+            groups.append([])
+            room = _TOGETHER
+        groups[-1].append(tensor)
+        room -= size
+    return groups
 
 
 def broadcast_state(

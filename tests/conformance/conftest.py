@@ -1,8 +1,14 @@
-"""Says at the end of a session how long each launch took, and which checks were the slowest."""
+"""Launches what the session needs two at a time, and says at its end how long each took and which checks were the slowest."""
 
 from typing import Any
 
+import pytest
+
 from unidist.testing import plugin
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    plugin.schedule(session.items)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

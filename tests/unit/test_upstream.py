@@ -24,10 +24,14 @@ optimizer = keras.optimizers.SGD()
 optimizer.build(model.trainable_variables)
 assert [v.path for v in optimizer._trainable_variables] == [v.path for v in model.trainable_variables]
 from keras.src.losses import loss
-assert callable(loss.scale_loss_for_distribution) and callable(loss.unscale_loss_for_distribution)
+for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values", "apply_mask"):
+    assert callable(getattr(loss, name)), name
+assert callable(keras.layers.BatchNormalization()._moments) and callable(model._flatten_layers)
 if keras.config.backend() == "tensorflow":
     import tensorflow as tf
-    assert callable(optimizer._all_reduce_sum_gradients)
+    assert callable(optimizer._all_reduce_sum_gradients) and callable(model._maybe_symbolic_build)
+    batched = tf.data.Dataset.range(4).shuffle(2, seed=1).batch(2)
+    assert [type(d).__name__ for d in batched._inputs()] == ["_ShuffleDataset"] and hasattr(batched, "_batch_size"), batched
     assert callable(tf.distribute.get_strategy().extended.variable_created_in_scope)
 """
 

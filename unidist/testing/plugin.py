@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from unidist.testing.suite import check_names, find_entry, launch
 
 REQUIRE = "UNIDIST_TRAIN_REQUIRE"
 _SLOWEST = 10
+_ALONGSIDE = 2  # launches at a time
 
 
 def conformance(key: str, n: int = 2, *, only: tuple[str, ...] = (), timeout: float = 600.0) -> Callable[..., None]:
@@ -40,6 +42,7 @@ def conformance(key: str, n: int = 2, *, only: tuple[str, ...] = (), timeout: fl
         if outcome.status == outcomes.FAILED:
             pytest.fail(f"{key} on {n}: {outcome.title}\n{outcome.message}", pytrace=False)
 
+    test.launch = (key, n, only, timeout)  # type: ignore[attr-defined]
     return test
 
 
@@ -52,16 +55,30 @@ class Launched:
     outcomes: Mapping[str, Outcome]
 
 
-_launched: dict[tuple[Any, ...], Launched] = {}
+_Launch = tuple[str, int, tuple[str, ...], float]
+_waiting: list[_Launch] = []
+_launched: dict[_Launch, Future[Launched]] = {}
+_pool = ThreadPoolExecutor(_ALONGSIDE)
 
 
-def results(key: str, n: int, only: tuple[str, ...] = (), timeout: float = 600.0) -> Mapping[str, Outcome]:
-    """What the checks came to by name; launched at the first call of a session."""
-    if (key, n, only) not in _launched:
-        started = time.perf_counter()
-        found = {outcome.name: outcome for outcome in launch(key, n, timeout=timeout, only=only)}
-        _launched[key, n, only] = Launched(f"{key} on {n}", time.perf_counter() - started, found)
-    return _launched[key, n, only].outcomes
+def schedule(items: Sequence[pytest.Item]) -> None:
+    """For `pytest_collection_finish` of a conftest.py: the launches of these tests then run two at a time, not one by one."""
+    wanted = [getattr(getattr(item, "function", None), "launch", None) for item in items]
+    _waiting[:] = [launch for launch in dict.fromkeys(wanted) if launch is not None and not find_entry(launch[0]).missing()]
+
+
+def results(*what: Any) -> Mapping[str, Outcome]:
+    """What the checks came to by name; launched at the first call of a session, with those that `schedule` knows."""
+    for one in dict.fromkeys([what, *_waiting]):
+        if one not in _launched:
+            _launched[one] = _pool.submit(_launch, *one)
+    return _launched[what].result().outcomes
+
+
+def _launch(key: str, n: int, only: tuple[str, ...], timeout: float) -> Launched:
+    started = time.perf_counter()
+    found = {outcome.name: outcome for outcome in launch(key, n, timeout=timeout, only=only)}
+    return Launched(f"{key} on {n}", time.perf_counter() - started, found)
 
 
 def _present(key: str) -> None:
@@ -76,9 +93,10 @@ def _present(key: str) -> None:
 
 def summary(terminal: Any) -> None:
     """Print each launch of this session and the slowest checks; for `pytest_terminal_summary` of a conftest.py."""
-    for one in _launched.values():
+    done = [future.result() for future in _launched.values() if future.done() and future.exception() is None]
+    for one in done:
         counts = Counter(outcome.status for outcome in one.outcomes.values())
         terminal.write_line(f"{one.label}: {one.seconds:.1f} s, {', '.join(f'{count} {status}' for status, count in counts.items())}")
-    rows = [(outcome.seconds, one.label, outcome.name) for one in _launched.values() for outcome in one.outcomes.values()]
+    rows = [(outcome.seconds, one.label, outcome.name) for one in done for outcome in one.outcomes.values()]
     for seconds, label, name in sorted(rows, reverse=True)[:_SLOWEST]:
         terminal.write_line(f"{seconds:7.2f} s  {label}  {name}")
