@@ -18,7 +18,9 @@ import unidist
 
 def mlp():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+    )
 
 
 def raw_step(loss_fn):
@@ -69,7 +71,9 @@ def main():
             if round >= 20:
                 times[name].append((time.perf_counter() - began) / args.steps * 1e6)
     raw = numpy.array(times["raw"])
-    print(f"torch {torch.__version__}, one worker, {sum(p.numel() for p in mlp().parameters())} parameters, raw step {numpy.median(raw):.0f} us")
+    print(
+        f"torch {torch.__version__}, one worker, {sum(p.numel() for p in mlp().parameters())} parameters, raw step {numpy.median(raw):.0f} us"  # noqa: E501
+    )
     for name in ("raw again", "unidist"):
         differences = numpy.array(times[name]) - raw
         low, high = interval(differences, rng)

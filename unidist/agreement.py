@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unidist.errors import MismatchError
@@ -62,6 +62,9 @@ class Models:
 
     def __contains__(self, model: Any) -> bool:
         return model in self._numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._numbers))
 
     def with_statistics(self, control: Control) -> list[Any]:
         """Those that have running statistics and live on every rank, in one order; every rank must call it.

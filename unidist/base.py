@@ -161,7 +161,9 @@ class Backend(ABC):
         """The step of `make_train_step`."""
 
     @abstractmethod
-    def _evaluate_batch(self, model: Any, batch: Any, share: Share | None, loss: Any, metrics: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    def _evaluate_batch(
+        self, model: Any, batch: Any, share: Share | None, loss: Any, metrics: Mapping[str, Any]
+    ) -> dict[str, tuple[float, float]]:
         """(total, weight) of the loss and of each metric over this process's share, without gradients."""
 
     @abstractmethod

@@ -45,7 +45,7 @@ class Context:
 
     @property
     def framework(self) -> str:
-        """"torch" or "tensorflow"."""
+        """ "torch" or "tensorflow"."""
         return self._backend.framework
 
     @property
@@ -120,7 +120,9 @@ def init(
                "num_devices": num_devices, **options}  # fmt: skip
     if _current is not None:
         if _current._request != request:
-            raise RuntimeError(f"unidist was initialised with {_told(_current._request)}, now with {_told(request)}; call unidist.shutdown() before")
+            raise RuntimeError(
+                f"unidist was initialised with {_told(_current._request)}, now with {_told(request)}; call unidist.shutdown() before"
+            )
         return _current
     timeout = float(os.environ.get("UNIDIST_TRAIN_TIMEOUT") or timeout)
     if not timeout > 0:
@@ -277,7 +279,7 @@ def _announce(backend: Backend) -> None:
     workers = f"{world.size} worker{'s' if world.size > 1 else ''} on {world.num_nodes} host{'s' if world.num_nodes > 1 else ''}"
     replicas = f", {backend.num_replicas} replicas" if backend.num_replicas != world.size else ""
     print(
-        f"unidist {__version__} | {backend.framework}/{backend.name} | {workers}{replicas} ({backend._hardware()}) | started by {world.launcher}",
+        f"unidist {__version__} | {backend.framework}/{backend.name} | {workers}{replicas} ({backend._hardware()}) | started by {world.launcher}",  # noqa: E501
         file=sys.stderr, flush=True,
     )  # fmt: skip
 

@@ -246,9 +246,7 @@ def make_data(
     return wrapped
 
 
-def make_plan(
-    backend: Backend, source: Source, batch: int, *, already_sharded: bool, shuffle: bool, drop_last: bool, seed: int
-) -> Plan:
+def make_plan(backend: Backend, source: Source, batch: int, *, already_sharded: bool, shuffle: bool, drop_last: bool, seed: int) -> Plan:
     """The plan for this data; every rank must call it.
 
     Raises ValueError for shuffled streams, MismatchError when whole data has different lengths on the ranks.
@@ -265,7 +263,10 @@ def make_plan(
         raise UnsupportedError("data that makes its own batches must be whole on every rank; unidist takes each rank's share of them")
     if backend.world.size == 1:
         return whole(**common)  # type: ignore[arg-type]
-    known = [json.loads(row) for row in backend.control.gather("wrap_data", json.dumps([length, batch, already_sharded, shuffle, drop_last, seed]))]
+    known = [
+        json.loads(row)
+        for row in backend.control.gather("wrap_data", json.dumps([length, batch, already_sharded, shuffle, drop_last, seed]))
+    ]
     _check_same(known)
     if not already_sharded:
         if len({row[0] for row in known}) > 1:

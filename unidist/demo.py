@@ -25,7 +25,10 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of the script reached; difference: the largest of any weight from `local` of the same framework after the first epoch."""
+    """What one run of the script reached.
+
+    difference: the largest of any weight from `local` of the same framework after the first epoch.
+    """
 
     framework: str
     backend: str

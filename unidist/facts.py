@@ -55,5 +55,5 @@ def backend() -> str:
 
 
 def framework() -> str:
-    """"torch" or "tensorflow". Raises NotInitializedError before `init`."""
+    """ "torch" or "tensorflow". Raises NotInitializedError before `init`."""
     return _context.current().framework

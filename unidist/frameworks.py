@@ -11,7 +11,7 @@ _ROOTS = {"torch": "torch", "tensorflow": "tensorflow", "tf_keras": "tf_keras", 
 
 
 def origin(obj: Any) -> str | None:
-    """"torch", "tensorflow", "keras", "tf_keras" or "jax" for an object whose class derives from one; None otherwise."""
+    """ "torch", "tensorflow", "keras", "tf_keras" or "jax" for an object whose class derives from one; None otherwise."""
     found = {_ROOTS.get(cls.__module__.partition(".")[0]) for cls in type(obj).__mro__}
     for name in ("tf_keras", "keras", "tensorflow", "torch", "jax"):
         if name in found:

@@ -24,9 +24,7 @@ def scope() -> contextlib.AbstractContextManager[Any]:
     return current_backend()._scope()
 
 
-def wrap_model(
-    model: T, *, sync_batchnorm: bool = False, find_unused_parameters: bool = False, **options: Any
-) -> T:
+def wrap_model(model: T, *, sync_batchnorm: bool = False, find_unused_parameters: bool = False, **options: Any) -> T:
     """Make a `torch.nn.Module` or Keras model ready for training on several devices; every rank must call it.
 
     Works in place and returns the same object: its class, attributes, methods and keys are the user's. It is moved to this
@@ -38,9 +36,7 @@ def wrap_model(
     """
     backend = current_backend()
     _check_framework(backend, model, "model")
-    backend._wrap_model(
-        model, sync_batchnorm=sync_batchnorm, find_unused_parameters=find_unused_parameters, options=options
-    )
+    backend._wrap_model(model, sync_batchnorm=sync_batchnorm, find_unused_parameters=find_unused_parameters, options=options)
     return model
 
 

@@ -201,7 +201,7 @@ def _plan(backend: Backend, rows: int, batch: int, shuffle: bool) -> GlobalPlan:
     smallest = plan.share((plan.num_steps or 1) - 1).total
     if smallest < backend.num_replicas:
         raise UnsupportedError(
-            f"fit's last batch has {smallest} of {rows} samples, fewer than the {backend.num_replicas} replicas; choose another batch_size, or "
+            f"fit's last batch has {smallest} of {rows} samples, fewer than the {backend.num_replicas} replicas; choose another batch_size, or "  # noqa: E501
             "use make_train_step, which counts empty shares exactly"
         )
     return plan
@@ -230,13 +230,13 @@ def _own_rows(backend: Backend, what: str, arrays: tuple[Any, ...], batch: int, 
 
 
 def _evaluate(
-    model: Any, backend: Any, original: Callable[..., Any], x: Any = None, y: Any = None, batch_size: int | None = None, verbose: Any = "auto",
+    model: Any, backend: Any, original: Callable[..., Any], x: Any = None, y: Any = None, batch_size: int | None = None, verbose: Any = "auto",  # noqa: E501
     sample_weight: Any = None, steps: int | None = None, callbacks: Any = None, return_dict: bool = False, **internal: Any,
 ) -> Any:  # fmt: skip
     """Keras' evaluate over this rank's rows; the result is merged over all ranks."""
     if internal:  # fit's own validation, whose data is split already
         return original(
-            x=x, y=y, batch_size=batch_size, verbose=_quiet(backend, verbose), sample_weight=sample_weight, steps=steps, callbacks=callbacks,
+            x=x, y=y, batch_size=batch_size, verbose=_quiet(backend, verbose), sample_weight=sample_weight, steps=steps, callbacks=callbacks,  # noqa: E501
             return_dict=return_dict, **internal,
         )  # fmt: skip
     if isinstance(x, keras.utils.PyDataset):

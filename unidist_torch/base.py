@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy
@@ -19,7 +19,7 @@ from unidist.cli.identity import check_not_modin
 from unidist.collectives import broadcast_object
 from unidist.context import raise_everywhere
 from unidist.data import Source
-from unidist.errors import FrameworkMismatchError, MismatchError, PeerFailedError, UnsupportedError
+from unidist.errors import CollectiveTimeoutError, FrameworkMismatchError, MismatchError, PeerFailedError, UnidistError, UnsupportedError
 from unidist.nest import map_nest
 from unidist_torch import differentiable, state, tensors
 from unidist_torch.data import read_source
@@ -30,6 +30,8 @@ from unidist_torch.transport import Alone, Transport
 
 check_not_modin()
 
+_WHO_CAME = 2.0  # seconds in which the ranks that gave an operation up find each other, to tell which are missing
+
 
 class TorchBackend(Backend):
     """Models, optimizers, steps and state on PyTorch; `transport` carries tensors between the processes."""
@@ -39,14 +41,21 @@ class TorchBackend(Backend):
     transport: Transport = Alone()
 
     def _start(self) -> None:
+        self._check_options()
         self._device = local_device(self.world)
         self._engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
         self._models = Models()
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._attached = 0
         # optimizer: (when it was worked out, engines that hold its parameters, their passes at its last step)
         self._holds: weakref.WeakKeyDictionary[Any, tuple[Any, list[Engine], dict[Engine, int]]] = weakref.WeakKeyDictionary()
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
+
+    def _check_options(self) -> None:
+        """Raise TypeError for options of `init` that the engine does not take: none of the engines here takes any."""
+        if self.settings.options:
+            raise TypeError(f"init got options that {self.framework}/{self.name} does not know: {sorted(self.settings.options)}")
 
     def _stop(self) -> None:
         for engine in self._engines.values():
@@ -150,17 +159,26 @@ class TorchBackend(Backend):
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         """Before any weight moves in an own loop: was everything exchanged? (A closure runs its passes later.)"""
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")  # the first is the optimizer itself
+        self._find_engines(optimizer)
         if closure is None:
             self.check_exchanged(self._unchecked(optimizer))
 
+    def _find_engines(self, optimizer: Any) -> None:
+        """Work out which engines exchange an optimizer's parameters, again when it or the wrapped models changed.
+
+        Raises UnsupportedError when it would train parameters that no engine exchanges.
+        """
+        key = (len(optimizer.param_groups), self._attached)
+        if self._holds.get(optimizer, (None,))[0] == key:
+            return
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        known = self._holds.get(optimizer, (None, [], {}))[2]
+        mine = [engine for engine in self._engines.values() if any(id(p) in held for p in engine.parameters)]
+        check_wrapped(held, (p for engine in mine for p in engine.parameters))
+        self._holds[optimizer] = (key, mine, {engine: known.get(engine, 0) for engine in mine})
+
     def _unchecked(self, optimizer: Any) -> list[Engine]:
         """The engines with parameters of this optimizer, without those whose passes since its last step were checked already."""
-        key = (len(optimizer.param_groups), self._attached)
-        if self._holds.get(optimizer, (None,))[0] != key:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            known = self._holds.get(optimizer, (None, [], {}))[2]
-            mine = [engine for engine in self._engines.values() if any(id(p) in held for p in engine.parameters)]
-            self._holds[optimizer] = (key, mine, {engine: known.get(engine, 0) for engine in mine})
         _, mine, passes = self._holds[optimizer]
         unchecked = [engine for engine in mine if engine.forwards or engine.passes == passes[engine]]
         passes.update({engine: engine.passes for engine in mine})
@@ -172,6 +190,12 @@ class TorchBackend(Backend):
             return [self._engines[model]]
         inside = set(model.modules()) if isinstance(model, torch.nn.Module) else set()
         return [engine for wrapped, engine in self._engines.items() if wrapped in inside]
+
+    def check_keras(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Once for each Keras optimizer: raises UnsupportedError when it would train variables of no wrapped model."""
+        if optimizer not in self._checked:
+            check_wrapped({id(v.value): v.value for v in variables}, (p for model in self._models for p in model.parameters()))
+            self._checked.add(optimizer)
 
     def check_exchanged(self, engines: list[Engine]) -> None:
         """After backward: raises on this rank and posts to the board when an engine did not exchange.
@@ -266,15 +290,31 @@ class TorchBackend(Backend):
         self.check_exchanged([e for e in self._engines.values() if e.forwards and e.drawn.exchange])
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`; when it fails because another rank did, the error is that rank's: PeerFailedError."""
+        """`loss.backward()`; where the engine fails because of another rank, the error says so (see `explained`)."""
         try:
             loss.backward()
         except RuntimeError as error:
-            failed = self._failed_elsewhere() if self.world.size > 1 else {}
-            if not failed:
+            explained = self.explained("backward", error)
+            if explained is error:
                 raise
+            raise explained from error
+
+    def explained(self, operation: str, error: RuntimeError) -> Exception:
+        """An engine's error as unidist's: another rank's own, or with the ranks that did not come in time; else as it is."""
+        if self.world.size == 1 or isinstance(error, UnidistError):
+            return error
+        if failed := self._failed_elsewhere():
             rank, text = next(iter(failed.items()))
-            raise PeerFailedError(f"rank {rank} failed while this one was in backward: {text}") from error
+            return PeerFailedError(f"rank {rank} failed while this one was in {operation}: {text}")
+        if not any(sign in str(error) for sign in ("imed out", "Horovod has been shut down")):
+            return error
+        try:
+            self.control.gather(f"the end of {operation}", "", timeout=_WHO_CAME)
+        except PeerFailedError as known:
+            return known
+        except (CollectiveTimeoutError, MismatchError) as known:
+            return CollectiveTimeoutError(f"{operation} was given up (timeout {self.settings.timeout:g} s): {known}")
+        return CollectiveTimeoutError(f"{operation} was given up on all ranks (timeout {self.settings.timeout:g} s): {error}")
 
     def _failed_elsewhere(self) -> dict[int, str]:
         """The ranks that failed; an engine's broken connection may be noticed a moment before the news arrives."""
@@ -285,8 +325,9 @@ class TorchBackend(Backend):
         return {}
 
     def _weight_scale(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a total is multiplied by before the mean over processes, for the sum of weights over all ranks."""
-        return self.world.size / self.transport.all_reduce(weight, "sum")
+        """What a total is multiplied by before the mean over processes, for the sum of weights over all ranks; 0 where that is 0."""
+        total = self.transport.all_reduce(weight, "sum")
+        return torch.where(total == 0, torch.zeros_like(total), self.world.size / total)
 
     def _average(self, gradients: Sequence[Any], *, scale: float | None, weight: Any) -> list[Any]:
         """For Keras' optimizers: the reduced gradients, in one exchange; a parameter used on no rank keeps None."""
@@ -399,6 +440,17 @@ class TorchBackend(Backend):
         with torch.no_grad():
             for name, tensor in state.model_tensors(model).items():
                 tensor.copy_(torch.from_numpy(numpy.asarray(weights[name])))
+
+
+def check_wrapped(held: Mapping[int, torch.Tensor], exchanged: Iterable[torch.Tensor]) -> None:
+    """Raise UnsupportedError when an optimizer holds trainable parameters (by id) that are in no wrapped model."""
+    known = {id(p) for p in exchanged}
+    strays = [p for key, p in held.items() if p.requires_grad and key not in known]
+    if strays:
+        raise UnsupportedError(
+            f"the optimizer holds {len(held)} parameters, {len(strays)} of which (the first: shape {tuple(strays[0].shape)}) are in no "
+            "wrapped model, so every rank would train its own; call wrap_model on the module that holds them, before the first step"
+        )
 
 
 def running_statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:

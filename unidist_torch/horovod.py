@@ -161,10 +161,15 @@ class HorovodEngine(Engine):
             if index not in self._pending:
                 kept = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
                 self._pending[index] = self._send(index, kept)
-        with self._backend.control.waiting("backward"):
-            anywhere = hvd.synchronize(flags).tolist()
-            results = {index: self._receive(handle) for index, handle in self._pending.items()}
-        self._pending = {}
+        try:
+            with self._backend.control.waiting("backward"):
+                anywhere = hvd.synchronize(flags).tolist()
+                results = {index: self._receive(handle) for index, handle in self._pending.items()}
+        except RuntimeError as error:
+            explained = self._backend.explained("backward", error)
+            raise explained from (error if explained is not error else None)
+        finally:
+            self._pending = {}
         for index, parameter in enumerate(self._held):
             if anywhere[index]:
                 if parameter.grad is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unidist.errors import MismatchError
+from unidist.errors import MismatchError, UnsupportedError
 from unidist.nest import leaves
 from unidist_keras.fit import divide
 from unidist_keras.names import check_built, model_variables, numbered
@@ -23,14 +23,29 @@ __all__ = ["adapt_model", "adapt_optimizer", "average", "check_built", "model_va
 def adapt_model(model: Any, backend: TorchBackend) -> None:
     """`fit` and its relatives over the job's processes, and a train step that tells `apply` how many rows it saw."""
     divide(model, backend)
-    model.train_step = functools.partial(_train_step, backend, model.train_step)
+    model.train_step = functools.partial(_train_step, backend, model, model.train_step)
 
 
-def _train_step(backend: TorchBackend, original: Callable[[Any], Any], data: Any) -> Any:
+def _train_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any) -> Any:
+    _check_compiled(model)
     rows = float(len(leaves(data)[0]))
     backend.shares.parameter_scale = rows  # what synchronised BatchNorm passes back counts as the gradients do
     with backend.fit.step(rows):
         return original(data)
+
+
+def _check_compiled(model: Any) -> None:
+    """Raise UnsupportedError when fit is about to train with an optimizer that exchanges nothing."""
+    optimizer = model.optimizer
+    if optimizer is not None and not _is_wrapped(optimizer):
+        raise UnsupportedError(
+            f"the model was compiled with a {type(optimizer).__name__} that did not go through wrap_optimizer, so the ranks' gradients "
+            "would not be averaged; call model.compile(unidist.wrap_optimizer(optimizer, model), ...)"
+        )
+
+
+def _is_wrapped(optimizer: Any) -> bool:
+    return getattr(vars(optimizer).get("apply"), "func", None) is _apply
 
 
 def adapt_optimizer(optimizer: Any, model: Any, backend: TorchBackend) -> None:
@@ -50,6 +65,7 @@ def adapt_optimizer(optimizer: Any, model: Any, backend: TorchBackend) -> None:
 
 
 def _apply(backend: TorchBackend, optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+    backend.check_keras(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     weight = backend.fit.weight
     scale = None if weight is not None or backend.fit.stepping else backend.shares.seen().scale
     with torch.no_grad():

@@ -16,7 +16,6 @@ from unidist.nest import map_nest
 from unidist_torch import tensors
 from unidist_torch.transport import Transport
 
-
 _TOGETHER = 64 << 20  # bytes that one exchange may hold besides the tensors themselves
 
 
@@ -92,9 +91,7 @@ def _groups(all_tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return groups
 
 
-def broadcast_state(
-    transport: Transport, control: Control, rank: int, obj: Any, root: int, objects: Callable[[Any, int], Any]
-) -> None:
+def broadcast_state(transport: Transport, control: Control, rank: int, obj: Any, root: int, objects: Callable[[Any, int], Any]) -> None:
     """Rank `root`'s `state_dict` into every other rank's object: state and hyper-parameters of any type.
 
     No step is taken, so nothing moves that the state does not hold. Raises MismatchError when param groups differ.

@@ -39,6 +39,11 @@ class Losses:
         self._loss = loss
         self._compute_loss = compute_loss
         self._keras_loss = loss is not None and frameworks.is_keras(loss)
+        if getattr(loss, "reduction", None) == "sum":
+            raise UnsupportedError(
+                f"the loss {type(loss).__name__} has reduction='sum', which counts a batch by its size; use a mean, or a function that "
+                "returns (total, weight)"
+            )
         self._keras_model = frameworks.is_keras(model)
         self._class_loss: Any = None
         if isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) and loss.reduction == "mean":
@@ -165,8 +170,7 @@ class TorchStep(Step):
         """The factor of a window's last batch; what the window has summed before is brought to the same measure."""
         window = self._window
         if weighted:
-            local = torch.stack(self._weights).sum()
-            correction = self._torch.world.size / self._torch.transport.all_reduce(local, "sum")
+            correction = self._torch._weight_scale(torch.stack(self._weights).sum())
             factor = 1.0
         else:
             correction = window.correction

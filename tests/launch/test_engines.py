@@ -18,7 +18,7 @@ REPORT = """
 import sys, torch, unidist
 context = unidist.init(backend=sys.argv[1], framework="torch", timeout=20)
 mean = unidist.all_reduce(float(unidist.rank()))
-print(f"rank {unidist.rank()} of {unidist.world_size()}, local {unidist.local_rank()}, {context.world.launcher}, {context.backend}, mean {mean}")
+print(f"rank {unidist.rank()} of {unidist.world_size()}, local {unidist.local_rank()}, {context.world.launcher}, {context.backend}, mean {mean}")  # noqa: E501
 unidist.shutdown()
 """
 
@@ -144,7 +144,9 @@ def test_a_horovod_that_is_there_is_adopted_and_left(script):
         "world = read_world(os.environ)\ncontrol = connect(world, os.environ, 20)\n"
         "service = horovod_start.start(world, control, 20, os.environ)\n"
     )
-    done = call([sys.executable, "-m", "unidist", "run", "-n", "2", "--backend", "horovod", "--tee", "all", script(starter + ADOPT_HOROVOD)])
+    done = call(
+        [sys.executable, "-m", "unidist", "run", "-n", "2", "--backend", "horovod", "--tee", "all", script(starter + ADOPT_HOROVOD)]
+    )
     assert done.returncode == 0 and "adopted 0" in done.stdout and "adopted 1" in done.stdout, done.stdout + done.stderr
 
 
@@ -154,7 +156,7 @@ def test_one_failed_worker_ends_the_job_under_torchrun(script, backend, how):
     path = script(FAIL)
     began = time.monotonic()
     job = subprocess.Popen(
-        [str(BIN / "torchrun"), "--nproc-per-node", "2", path, backend, how], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean()
+        [str(BIN / "torchrun"), "--nproc-per-node", "2", path, backend, how], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean()  # noqa: E501
     )  # fmt: skip
     try:
         output, _ = job.communicate(timeout=45)

@@ -100,9 +100,7 @@ W1 = NETWORKS["linear"]
 W1_SGD = golden.TorchSGD(0.01)
 
 
-@pytest.mark.parametrize(
-    ("n", "loss", "expected"), [(4, 7.5, 1 + 0.02 * 30 / 4), (3, 14 / 3, 1 + 0.02 * 14 / 3), (8, 25.5, 1.51)]
-)
+@pytest.mark.parametrize(("n", "loss", "expected"), [(4, 7.5, 1 + 0.02 * 30 / 4), (3, 14 / 3, 1 + 0.02 * 14 / 3), (8, 25.5, 1.51)])
 def test_w1_one_batch(n: int, loss: float, expected: float) -> None:
     result = golden.train(W1, W1_SGD, data=golden.dataset("linear", n), global_batch_size=8)
     assert result.weights["0/kernel"] == pytest.approx(np.array([[expected]]), abs=1e-14)
@@ -132,9 +130,7 @@ def test_w1_accumulation_over_epochs(epochs: int, expected: float) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("sample_weight", "denominator"), WEIGHTED, ids=["plain", "by-samples", "by-weights"])
 @pytest.mark.parametrize(("size", "accumulation"), [(2, 2), (3, 3), (1, 10)])
-def test_accumulated_batches_are_one_batch(
-    name: str, sample_weight: Array | None, denominator: Any, size: int, accumulation: int
-) -> None:
+def test_accumulated_batches_are_one_batch(name: str, sample_weight: Array | None, denominator: Any, size: int, accumulation: int) -> None:
     def run(global_batch_size: int, k: int) -> golden.Result:
         return golden.train(
             NETWORKS[name],
@@ -317,9 +313,7 @@ def torch_optimizer(name: str, model: Any) -> Any:
     truth: Any = golden.make_optimizer("torch", name)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=truth.learning_rate, momentum=truth.momentum)
-    return torch.optim.Adam(
-        model.parameters(), lr=truth.learning_rate, betas=(truth.beta_1, truth.beta_2), eps=truth.epsilon
-    )
+    return torch.optim.Adam(model.parameters(), lr=truth.learning_rate, betas=(truth.beta_1, truth.beta_2), eps=truth.epsilon)
 
 
 def train_torch(
@@ -524,9 +518,7 @@ def test_keras_trains_to_the_same_weights(keras_found: dict[str, dict[str, Array
 
 @pytest.mark.parametrize("label", ["schedule", "large-epsilon"])
 @pytest.mark.parametrize("backend", TOLERANCE)
-def test_keras_does_not_follow_the_torch_formulas(
-    keras_found: dict[str, dict[str, Array]], backend: str, label: str
-) -> None:
+def test_keras_does_not_follow_the_torch_formulas(keras_found: dict[str, dict[str, Array]], backend: str, label: str) -> None:
     weights, _ = truth_for_keras(CASES[label], "torch")
     assert keras_distance(keras_found[backend], label, weights) > 1e-3
 

@@ -8,7 +8,14 @@ from unidist.errors import FrameworkMismatchError, MissingDependencyError, Unkno
 
 @pytest.mark.parametrize(
     "name, hint",
-    [("nccl", "transport"), ("gloo", "transport"), ("jax", "does not cover"), ("mirored", "mirrored"), ("horovd", "horovod"), ("xyz", "known are")],
+    [
+        ("nccl", "transport"),
+        ("gloo", "transport"),
+        ("jax", "does not cover"),
+        ("mirored", "mirrored"),
+        ("horovd", "horovod"),
+        ("xyz", "known are"),
+    ],
 )
 def test_an_unknown_backend_gets_a_sentence_that_helps(name, hint):
     with pytest.raises(UnknownBackendError, match=hint):

@@ -14,5 +14,7 @@ def backends() -> None:
     for entry in registry.entries():
         absent = entry.missing()
         state = f"needs {', '.join(absent)}: {entry.install}" if absent else "usable"
-        table.add_row(entry.key, str(entry.tier), "1 per host" if entry.one_process else "1 per device", state, style="dim" if absent else None)
+        table.add_row(
+            entry.key, str(entry.tier), "1 per host" if entry.one_process else "1 per device", state, style="dim" if absent else None
+        )
     Console(soft_wrap=True).print(table)

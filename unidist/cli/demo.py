@@ -32,7 +32,9 @@ def demo(epochs: Annotated[int, typer.Option("--epochs", min=1, help="Epochs of 
     console.print(_table(filled))
     wrong = [o for o in filled if o.difference > runs.ALLOWED]
     if between is not None:
-        console.print(f"differences are of any weight after the first epoch, from local; the frameworks' local runs differ by {between:.1e}")
+        console.print(
+            f"differences are of any weight after the first epoch, from local; the frameworks' local runs differ by {between:.1e}"
+        )
         wrong = wrong or ([filled[0]] if between > runs.ALLOWED else [])
     if wrong:
         console.print("[bold red]a difference is larger than the allowed one[/]")
