@@ -25,6 +25,8 @@ class DataParallel(TorchBackend):
         super()._start()
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self._devices = list(range(min(visible, self.settings.num_devices or visible)))
+        if len(self._devices) > 1:
+            self.refuses = {6: "no synchronised BatchNorm"}
         if not self._devices:
             print("unidist: torch/dataparallel finds no GPU on this machine and runs as one device", file=sys.stderr)
 

@@ -57,29 +57,64 @@ def test_its_own_pytest_file_collects_a_test_for_each_check(environment: dict[st
     assert code == 0 and "test_relay[1-steps-mlp-sgd-uneven]" in output, output
 
 
-BROKEN = {
-    "broken_entry.py": """
+ENTRY = """
 from unidist.registry import Entry
 ENTRY = Entry("torch", "broken", "broken_backend:Broken", requires=("torch",), install="")
-""",
-    "broken_backend.py": """
+"""
+BACKEND = """
+import os, time
 from unidist_relay.backend import Relay
 class Broken(Relay):
     name = "broken"
-    refuses = {4: "no clipping"}
-""",
-    "broken-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: broken\nVersion: 1\n",
-    "broken-1.dist-info/entry_points.txt": "[unidist.backends]\nbroken = broken_entry:ENTRY\n",
-}
+"""
+
+
+def broken(environment: dict[str, str], folder: Path, body: str, *arguments: str) -> tuple[int, str]:
+    """What `unidist test` says of the backend with something changed."""
+    info = folder / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[unidist.backends]\nbroken = broken_entry:ENTRY\n")
+    (folder / "broken_entry.py").write_text(ENTRY)
+    (folder / "broken_backend.py").write_text(BACKEND + body)
+    path = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
+    return call(environment | {"PYTHONPATH": path}, "unidist", "test", "torch/broken", "-n", "2", *arguments)
 
 
 def test_a_broken_promise_fails(environment: dict[str, str], tmp_path: Path) -> None:
     """A backend that declares to refuse what it does, and does not declare what it refuses, fails both points."""
-    for name, text in BROKEN.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    broken = environment | {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])}
-    code, output = call(broken, "unidist", "test", "torch/broken", "-n", "2", "--only", "4-clip-norm", "--only", "6-synchronised-even")
+    body = "    refuses = {4: 'no clipping'}\n"
+    code, output = broken(environment, tmp_path, body, "--only", "4-clip-norm", "--only", "6-synchronised-even")
     assert code == 1, output
     assert "declares that it refuses this point (no clipping)" in output
     assert "torch/broken has no synchronised BatchNorm" in output
+
+
+CLIP = """
+    def _clip(self, optimizer, **bounds):
+        if self.world.rank == 1:
+            {what}
+        return super()._clip(optimizer, **bounds)
+"""
+TWO = ("--only", "3-accumulate-whole-windows", "--only", "4-clip-norm", "--only", "5-frozen-first")
+
+
+def test_a_crash_fails_the_check_and_what_follows(environment: dict[str, str], tmp_path: Path) -> None:
+    code, output = broken(environment, tmp_path, CLIP.format(what="os._exit(5)"), *TWO)
+    assert code == 1 and "1 passed" in output, output
+    assert "rank 1: ended inside this check" in output and "exit code 5" in output
+    assert "5-frozen-first" in output and "not reached" in output
+
+
+def test_a_hang_fails_the_check_and_what_follows(environment: dict[str, str], tmp_path: Path) -> None:
+    code, output = broken(environment, tmp_path, CLIP.format(what="time.sleep(600)"), *TWO, "--wait", "4")
+    assert code == 1 and "1 passed" in output, output
+    assert "4-clip-norm" in output and "rank 1: ended inside this check" in output
+    assert "5-frozen-first" in output and "not reached" in output
+
+
+def test_a_failure_on_one_rank_leaves_the_next_check_alone(environment: dict[str, str], tmp_path: Path) -> None:
+    code, output = broken(environment, tmp_path, CLIP.format(what="raise KeyError('only here')"), *TWO)
+    assert code == 1 and "3 passed, 1 FAILED" in output, output
+    assert "only here" in output and "4-clip-norm" in output
+    assert "not reached" not in output and "ended inside" not in output

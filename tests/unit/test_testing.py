@@ -31,6 +31,8 @@ def test_selection() -> None:
     assert all(check.few for check in select(checks, ["few"]))
     assert {check.point for check in select(checks, ["few"])} >= {1, 2, 3, 4, 5, 6, 8, 9, 10, 11}
     assert "9-exit" in check_names("torch/ddp", 2)
+    with pytest.raises(ValueError, match="'4-clip'"):
+        check_names("torch/ddp", 2, ["4-clip"])
 
 
 def test_listing_the_checks_imports_no_framework() -> None:

@@ -26,9 +26,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def test(
-    backends: Annotated[
-        list[str] | None, typer.Argument(metavar="[BACKEND]...", help="Such as torch/ddp; all that are usable here.")
-    ] = None,
+    backends: Annotated[list[str] | None, typer.Argument(metavar="BACKEND", help="Such as torch/ddp; all that are usable here.")] = None,
     devices: Annotated[
         int | None, typer.Option("-n", "--num-devices", min=1, help="Devices of each job; all visible GPUs, else 2.")
     ] = None,
@@ -69,7 +67,10 @@ def _all_usable() -> list[str]:
 
 def _run(key: str, n: int, only: list[str], folder: Path | None, timeout: float, wait: float) -> list[Outcome]:
     """The launch, with a bar on a terminal and a line now and then elsewhere."""
-    total = len(check_names(key, n, only))
+    try:
+        total = len(check_names(key, n, only))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from error
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"{key} on {n}", total=total)

@@ -67,7 +67,10 @@ def launch(
 
 
 def _selected(entry: Entry, n: int, only: Sequence[str]) -> list[Check]:
-    return select(checks_of(entry.framework), only, apart=True)
+    chosen = select(checks_of(entry.framework), only, apart=True)
+    if not chosen:
+        raise ValueError(f"none of {', '.join(map(repr, only))} is a check of {entry.key}, the number of a point, or 'few'")
+    return chosen
 
 
 class _Job:
@@ -81,6 +84,8 @@ class _Job:
         """One launch of these checks: outcomes by name, and one under a name that begins with the exit's."""
         folder = self._folder / label
         folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(self.processes):  # what an earlier launch left in a folder that is kept
+            outcomes.path_of(folder, rank).unlink(missing_ok=True)
         arguments = ["--out", str(folder), "--timeout", str(self._wait), *(part for name in only for part in ("--only", name))]
         ended = run_job(
             WORKER, arguments, self._n, folder=folder, timeout=self._timeout, backend=self._entry.name, framework=self._entry.framework,

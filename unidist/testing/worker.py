@@ -27,6 +27,7 @@ _BENCHES = {
     ("torch", "keras"): "unidist.testing.keras_bench:KerasBench",
     ("tensorflow", "keras"): "unidist.testing.tf_bench:TFBench",
 }
+_PATIENCE = 2  # waits for a rank that does not come, each as long as the workers' own
 _ROUNDS = 20  # in which the ranks find each other again after a check that failed on some
 
 
@@ -96,12 +97,17 @@ class Worker:
 
     def _meet(self, check: Check, status: str) -> list[str]:
         """Every rank's status, when all have ended this check; ranks that are elsewhere get an error there, and come then."""
+        timed_out = 0
         for _ in range(_ROUNDS):
             try:
-                return current_backend().control.gather(f"the end of check {check.name}", status, timeout=2 * self._timeout)
-            except (MismatchError, CollectiveTimeoutError):
+                return current_backend().control.gather(f"the end of check {check.name}", status, timeout=self._timeout)
+            except MismatchError:
                 continue
+            except CollectiveTimeoutError:  # also when this rank was late itself, and the others have come here since
+                timed_out += 1
             except (PeerFailedError, NotInitializedError):
+                break
+            if timed_out == _PATIENCE:
                 break
         return []
 

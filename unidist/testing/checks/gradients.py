@@ -32,6 +32,7 @@ FORMS = {
 KERAS_FORMS = {
     "one-value-per-sample": Trial(form="samples", rest="one"),
     "total-and-class-weights": Trial("classifier", form="total", rest="uneven"),
+    "total-and-class-weights-empty": Trial("classifier", form="total", rest="one"),
     "object-and-sample-weights": Trial(form="object", weighted=True),
 }
 
