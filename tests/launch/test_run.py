@@ -380,6 +380,7 @@ def count(*_):
     print("INTERRUPT", flush=True)
     sys.exit(0) if rank != "0" else None
 signal.signal(signal.SIGINT, count)
+open({str(tmp_path)!r} + "/ready" + rank, "w").close()
 if rank == "0":
     subprocess.run(["stty", "-echo"])
     print("TTY", sys.stdin.isatty(), sys.stdout.isatty(), "GOT", input())
@@ -406,6 +407,7 @@ while not os.path.exists({str(tmp_path / "end")!r}):
 
     os.write(leader, b"typed\n")
     read_until(b"GOT typed")
+    until(lambda: (tmp_path / "ready1").exists(), 10.0)  # an interrupt that comes before its handler ends a process unheard
     os.write(leader, b"\x03")
     read_until(b"INTERRUPT")
     until(lambda: "INTERRUPT" in (tmp_path / "rank1.log").read_text(), 3.0)

@@ -17,6 +17,7 @@ from unidist.watchdog import EXIT_CODE
 
 _PATIENCE = 3.0  # seconds between asking the workers to end and killing them
 _LAST_WORDS = 2.0  # seconds for the rank that failed first to end by itself, so that its traceback is complete
+_HEARING = 0.5  # seconds for the others to hear of a failure and say so before they are stopped
 _TICK = 1.0
 
 
@@ -120,7 +121,7 @@ class Job:
             processes.signal_all(everyone, number)
 
     def _look_for_failure(self) -> None:
-        """The rank that failed first may finish its last words; then the others are ended."""
+        """The rank that failed first may finish its last words, and the others hear of it; then they are ended."""
         if self._kill_at is not None:
             return
         first = self._culprit() if self._failed or (self._server and self._server.open_failures()) else None
@@ -129,7 +130,8 @@ class Job:
             return
         now = time.monotonic()
         self._alarm = self._alarm or now
-        if first.code is not None or now - self._alarm >= _LAST_WORDS:
+        patience = _LAST_WORDS if first.code is None else _HEARING
+        if now - self._alarm >= patience or all(worker.code is not None for worker in self.workers):
             self._first = first
             processes.signal_all(processes.descendants(os.getpid()), signal.SIGTERM)
             self._kill_at = now + _PATIENCE
