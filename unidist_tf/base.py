@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from unidist.base import Backend, Step, StepOptions
 from unidist.batch import Share
 from unidist.cli.identity import check_not_modin
 from unidist.data import Source
-from unidist.errors import FrameworkMismatchError, UnsupportedError
+from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
 from unidist_keras.names import check_built
 from unidist_tf import gradients as grads
 from unidist_tf import state, tensors
@@ -43,14 +44,21 @@ class TFBackend(Backend):
                 "before keras is imported"
             )
         check_keras()
+        self._check_options()
         self._start_devices()
         self.shares = TracedShareLog()
         self.counting = Counting()
         self.reduced = grads.Reduced()
         self._models = Models()
+        self._of_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that were seen to hold wrapped models' variables
         self._evaluations = Evaluations(self)
         if self.settings.seed is not None:
             keras.utils.set_random_seed(self.settings.seed)
+
+    def _check_options(self) -> None:
+        """Raise TypeError for options of `init` that the engine does not take; most take none."""
+        if self.settings.options:
+            raise TypeError(f"init got options that {self.framework}/{self.name} does not know: {sorted(self.settings.options)}")
 
     def _start_devices(self) -> None:
         """Choose the devices, before TensorFlow first uses any; start the engine."""
@@ -114,6 +122,18 @@ class TFBackend(Backend):
         """Raise UnsupportedError for what this backend can't do with it."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and self.num_replicas > 1:
             raise UnsupportedError(f"{self.framework}/{self.name} has no loss scaling over several replicas yet; use float32 or bfloat16")
+
+    def check_wrapped(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Before an exchange: raise MismatchError for variables of a model that was never wrapped, which began apart on each rank."""
+        if self.world.size == 1 or optimizer in self._of_wrapped:
+            return
+        wrapped = {id(state.raw(v)) for model in self._models for v in state.trainable(model)}
+        if any(id(state.raw(v)) not in wrapped for v in variables):
+            raise MismatchError(
+                "the optimizer holds variables of a model that did not go through wrap_model, so each rank began with its own: call "
+                "unidist.wrap_model(model) first"
+            )
+        self._of_wrapped.add(optimizer)
 
     def _replicated(self, obj: Any) -> dict[str, Any]:
         return state.optimizer_state(obj) if state.is_optimizer(obj) else state.model_state(obj)

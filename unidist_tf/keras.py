@@ -84,6 +84,7 @@ def _apply(backend: TFBackend, optimizer: Any, grads: list[Any], variables: Any)
         weight = backend.counting.weight
         scale = backend._seen_scale() if weight is None else None
         known = optimizer._trainable_variables if variables is None else list(variables)
+        backend.check_wrapped(optimizer, known)
         grads = backend._reduce(grads, scale=scale, weight=weight, variables=known)
     return apply_reduced(optimizer, grads, variables)
 

@@ -24,6 +24,9 @@ class Mirrored(TFBackend):
     name = "mirrored"
     abilities: ClassVar[frozenset[str]] = frozenset({"reduce_gradients", "replicas"})
 
+    def _check_options(self) -> None:
+        """They go to MirroredStrategy, which checks them itself."""
+
     def _start_devices(self) -> None:
         split_cpu(self.settings.num_devices)
         grow_memory()
