@@ -13,7 +13,7 @@ from unidist import frameworks
 from unidist.base import Step, StepOptions
 from unidist.batch import Share
 from unidist.errors import UnsupportedError
-from unidist.nest import leaves, map_nest
+from unidist.nest import map_nest
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
@@ -24,6 +24,19 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2, 3) and not hasattr(batch, "_fields"):
         return (*batch, None, None)[:3]
     return batch, None, None
+
+
+def holds_arrays(batch: Any) -> bool:
+    """Whether the first leaf of a batch is a NumPy array; asked every step, so it looks no further."""
+    first = batch
+    while not isinstance(first, torch.Tensor):
+        if isinstance(first, (tuple, list)) and first:
+            first = first[0]
+        elif isinstance(first, Mapping) and first:
+            first = next(iter(first.values()))
+        else:
+            return isinstance(first, numpy.ndarray)
+    return False
 
 
 def to_tensors(value: Any, device: torch.device) -> Any:
@@ -137,7 +150,7 @@ class TorchStep(Step):
             self._begin()
         if not window.complete:
             self._torch.shares.hold()
-        if isinstance(batch, (tuple, list, dict)) and isinstance(next(iter(leaves(batch)), None), numpy.ndarray):
+        if holds_arrays(batch):
             batch = to_tensors(batch, self._torch.device)
         value, weight = self._losses_of(batch)
         empty = share is not None and share.size == 0
