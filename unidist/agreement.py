@@ -8,10 +8,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unidist.errors import MismatchError
+from unidist.errors import CollectiveTimeoutError, MismatchError, PeerFailedError
 
 if TYPE_CHECKING:
     from unidist.control import Control
+
+
+_WHO_CAME = 2.0  # seconds in which the ranks that gave an operation up find each other
 
 
 def check_same(control: Control, what: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -43,6 +46,20 @@ def first_difference(tables: Sequence[Sequence[Sequence[Any]]]) -> str:
 
 def _words(row: Sequence[Any]) -> str:
     return " ".join(map(str, row))
+
+
+def given_up(control: Control, operation: str, timeout: float, text: str) -> Exception:
+    """What an engine's operation ended with after its time-out, with the ranks that the engine doesn't name.
+
+    The ranks that gave up meet for a moment, so that it shows which did not. text: the engine's own words.
+    """
+    try:
+        control.gather(f"the end of {operation}", "", timeout=_WHO_CAME)
+    except PeerFailedError as known:
+        return known
+    except (CollectiveTimeoutError, MismatchError) as known:
+        return CollectiveTimeoutError(f"{operation} was given up (timeout {timeout:g} s): {known}")
+    return CollectiveTimeoutError(f"{operation} was given up on all ranks (timeout {timeout:g} s): {text}")
 
 
 class Models:

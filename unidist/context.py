@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidist import frameworks, registry
 from unidist.base import Backend, Settings
-from unidist.errors import LaunchError, MismatchError, NotInitializedError, UnidistError, UnknownBackendError, UnsupportedError
+from unidist.errors import MismatchError, NotInitializedError, UnidistError, UnknownBackendError, UnsupportedError
 from unidist.version import __version__
 
 if TYPE_CHECKING:
@@ -289,6 +289,3 @@ def raise_everywhere(error: UnidistError) -> None:
     if _current is not None:
         _current.control.fail(f"{type(error).__name__}: {error}")
     raise error
-
-
-__all__ = ["Context", "current", "current_backend", "init", "is_initialized", "shutdown", "LaunchError"]

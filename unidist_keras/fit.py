@@ -21,6 +21,7 @@ from unidist.collectives import all_gather
 from unidist.data import GlobalPlan
 from unidist.errors import UnsupportedError
 from unidist.nest import leaves, map_nest
+from unidist_keras.on_instance import of_class, put
 
 if TYPE_CHECKING:
     from unidist.base import Backend
@@ -61,10 +62,13 @@ class FitState:
 
 def divide(model: Any, backend: Backend) -> None:
     """Replace `fit`, `evaluate` and `predict` of this model object; its class and saved form stay Keras'."""
-    model.fit = functools.partial(_fit, model, backend, model.fit)
-    model.evaluate = functools.partial(_evaluate, model, backend, model.evaluate)
-    model.predict = functools.partial(_predict, backend, model.predict)
-    model._get_metrics_result_or_logs = functools.partial(_merged, model, backend, model._get_metrics_result_or_logs)
+    for name, function in (
+        ("fit", functools.partial(_fit, model, backend)),
+        ("evaluate", functools.partial(_evaluate, model, backend)),
+        ("predict", functools.partial(_predict, backend)),
+        ("_get_metrics_result_or_logs", functools.partial(_merged, model, backend)),
+    ):
+        put(model, name, functools.partial(function, of_class(model, name)))
 
 
 class Shares(keras.utils.PyDataset):

@@ -17,13 +17,13 @@ from unidist.batch import Share
 from unidist.cli.identity import check_not_modin
 from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
+from unidist_keras.counting import check_keras
 from unidist_keras.names import check_built
 from unidist_tf import gradients as grads
 from unidist_tf import state, tensors
 from unidist_tf.data import read_source
 from unidist_tf.evaluation import Evaluations, is_metric, merge_metric
 from unidist_tf.keras import Counting, adapt_optimizer, build_optimizer, is_wrapped
-from unidist_tf.losses import check_keras
 from unidist_tf.shares import TracedShareLog
 from unidist_tf.step import TFStep
 

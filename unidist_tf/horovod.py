@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from unidist.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, UnsupportedError
+from unidist.agreement import given_up
+from unidist.errors import MismatchError, UnsupportedError
 from unidist.launchers import horovod_start
-from unidist.world import World, read_world
+from unidist.world import World
 from unidist_keras.fit import divide
 from unidist_tf import state
 from unidist_tf.agreed import Kinds
@@ -26,8 +27,6 @@ import horovod.tensorflow as hvd  # noqa: E402  its own error would not say how 
 
 from unidist_tf import horovod_ops as ops  # noqa: E402
 
-_WHO_CAME = 2.0  # seconds in which the ranks that gave an operation up find each other, to tell which are missing
-
 
 class Horovod(TFBackend):
     """Gradients go through grouped allreduces; `init` adopts a Horovod that is initialised already."""
@@ -38,14 +37,7 @@ class Horovod(TFBackend):
 
     @classmethod
     def _adopted(cls) -> World | None:
-        if not hvd.is_initialized():
-            return None
-        told = read_world(os.environ)
-        if (told.rank, told.size) == (hvd.rank(), hvd.size()):
-            return told
-        return World(
-            hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), "an initialised Horovod"
-        )
+        return horovod_start.adopted_world(hvd, os.environ)
 
     @classmethod
     def _meet(cls, address: str | None) -> str:
@@ -139,13 +131,7 @@ class Horovod(TFBackend):
             return MismatchError(f"{operation} got values that don't fit together: {text}")
         if "Horovod" not in text:
             return error  # type: ignore[no-any-return]
-        try:
-            self.control.gather(f"the end of {operation}", "", timeout=_WHO_CAME)
-        except PeerFailedError as known:
-            return known
-        except (CollectiveTimeoutError, MismatchError) as known:
-            return CollectiveTimeoutError(f"{operation} was given up (timeout {self.settings.timeout:g} s): {known}")
-        return CollectiveTimeoutError(f"{operation} was given up on all ranks (timeout {self.settings.timeout:g} s): {text}")
+        return given_up(self.control, operation, self.settings.timeout, text)
 
     # collectives
 

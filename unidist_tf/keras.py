@@ -2,22 +2,23 @@
 
 Private names of Keras that are touched: on optimizers `_trainable_variables` (what it was built for), `_all_reduce_sum_gradients`
 (replaced under MirroredStrategy, where `apply` has reduced before clipping) and `_learning_rate` (state.py, a schedule from rank 0);
-those of `keras.src.losses.loss` are in losses.py. On models `_maybe_symbolic_build` (replaced under MirroredStrategy: Keras builds
-from the mean of the replicas' first rows, which fails when those are uneven) and `_symbolic_build`.
+those of `keras.src.losses.loss` are in unidist_keras/counting.py. On models `_maybe_symbolic_build` (replaced under
+MirroredStrategy: Keras builds from the mean of the replicas' first rows, which fails when those are uneven) and `_symbolic_build`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from unidist.errors import MismatchError, UnsupportedError
+from unidist_keras.counting import SUM, counted_losses
+from unidist_keras.on_instance import is_put, of_class, put
 from unidist_tf import gradients, state
-from unidist_tf.losses import SUM, counted_losses
 
 if TYPE_CHECKING:
     from unidist_tf.base import TFBackend
@@ -34,23 +35,9 @@ class Counting(threading.local):
     scaled: bool = False
 
 
-class _OnInstance:
-    """Stands in for a method on one object; a deep copy of that object has the class's method again."""
-
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._owner, self._name, self._function = owner, name, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._owner), self._owner)
-        return getattr(type(copied), self._name).__get__(copied)
-
-
 def is_wrapped(optimizer: Any) -> bool:
     """Whether `apply` was replaced on this object."""
-    return isinstance(vars(optimizer).get("apply"), _OnInstance)
+    return is_put(optimizer, "apply")
 
 
 def build_optimizer(optimizer: Any, model: Any) -> None:
@@ -75,8 +62,8 @@ def adapt_optimizer(optimizer: Any, backend: TFBackend) -> None:
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         return _apply(backend, optimizer, list(grads), trainable_variables)
 
-    optimizer.apply = _OnInstance(optimizer, "apply", apply)
-    optimizer._all_reduce_sum_gradients = _OnInstance(optimizer, "_all_reduce_sum_gradients", list)
+    put(optimizer, "apply", apply)
+    put(optimizer, "_all_reduce_sum_gradients", list)
 
 
 def _apply(backend: TFBackend, optimizer: Any, grads: list[Any], variables: Any) -> Any:
@@ -109,7 +96,7 @@ def check_compiled(model: Any, backend: TFBackend) -> None:
 
 def install_train_step(model: Any, backend: TFBackend) -> None:
     """Keras' (or the user's) `train_step` on this object, with its losses counted locally and the replica's rows as the weight."""
-    original = _of_class(model, "train_step")
+    original = of_class(model, "train_step")
 
     def train_step(data: Any) -> Any:
         check_compiled(model, backend)
@@ -123,35 +110,30 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
             counting.weight = None
         return _mean_logs(model, backend, logs, rows)
 
-    model.train_step = train_step
+    put(model, "train_step", train_step)
 
 
 def install_test_step(model: Any, backend: TFBackend) -> None:
     """Likewise `test_step`, where replicas take the same number of steps: losses count by their own denominators."""
-    original = _of_class(model, "test_step")
+    original = of_class(model, "test_step")
 
     def test_step(data: Any) -> Any:
         rows = num_rows(data)
         with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
             return original(data)
 
-    model.test_step = test_step
-
-
-def _of_class(model: Any, name: str) -> Callable[..., Any]:
-    """The method of the model's class, not what an earlier backend of this process put on the object."""
-    return getattr(type(model), name).__get__(model)  # type: ignore[no-any-return]
+    put(model, "test_step", test_step)
 
 
 def without_xla(model: Any) -> None:
     """Horovod's operations have no XLA form, and on GPUs Keras compiles by itself."""
-    original = _of_class(model, "make_train_function")
+    original = of_class(model, "make_train_function")
 
     def make_train_function(force: bool = False) -> Any:
         model.jit_compile = False
         return original(force=force)
 
-    model.make_train_function = make_train_function
+    put(model, "make_train_function", make_train_function)
 
 
 def install_build(model: Any, strategy: Any) -> None:
@@ -164,7 +146,7 @@ def install_build(model: Any, strategy: Any) -> None:
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
 
-    model._maybe_symbolic_build = build
+    put(model, "_maybe_symbolic_build", build)
 
 
 def num_rows(data: Any) -> tf.Tensor:

@@ -45,7 +45,7 @@ class DataParallel(TorchBackend):
         return LocalEngine(self.shares, model)
 
     def _stop(self) -> None:
-        for model in self._engines:
+        for model in self.engines.models():
             if isinstance(model.__dict__.get("forward"), Scattered):
                 del model.__dict__["forward"]
         super()._stop()

@@ -42,7 +42,6 @@ class DDP(TorchBackend):
 
     def _stop(self) -> None:
         super()._stop()
-        self._engines.clear()
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
 

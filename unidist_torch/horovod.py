@@ -6,16 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import horovod.torch as hvd
 import torch
 
 from unidist.batch import ShareLog
-from unidist.errors import MissingDependencyError, UnsupportedError
+from unidist.errors import UnsupportedError
 from unidist.launchers import horovod_start
-from unidist.world import World, read_world
+from unidist.world import World
 from unidist_torch.base import TorchBackend
 from unidist_torch.hooks import Engine
 from unidist_torch.transport import Transport
+
+horovod_start.require("torch", "mpi_lib_v2")
+
+import horovod.torch as hvd  # noqa: E402  its own error would not say how to install it
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "product": hvd.Product}
 _WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32}  # what Horovod does not reduce as it is
@@ -30,22 +33,13 @@ class Horovod(TorchBackend):
 
     @classmethod
     def _adopted(cls) -> World | None:
-        if not hvd.is_initialized():
-            return None
-        told = read_world(os.environ)
-        if (told.rank, told.size) == (hvd.rank(), hvd.size()):
-            return told
-        return World(
-            hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), "an initialised Horovod"
-        )
+        return horovod_start.adopted_world(hvd, os.environ)
 
     @classmethod
     def _meet(cls, address: str | None) -> str:
         return str(hvd.broadcast_object(address or "", root_rank=0))
 
     def _start(self) -> None:
-        if not hvd.mpi_lib_v2 or not (hvd.gloo_built() or hvd.nccl_built() or hvd.mpi_built()):
-            raise MissingDependencyError("this Horovod was built without PyTorch or a transport; build it with: unidist install horovod")
         super()._start()
         self._service = None
         self._compression = hvd.Compression.none
@@ -57,7 +51,6 @@ class Horovod(TorchBackend):
 
     def _stop(self) -> None:
         super()._stop()
-        self._engines.clear()
         if self._service is not None:
             hvd.shutdown()
             self._service.stop()

@@ -10,42 +10,73 @@ import torch
 
 from unidist.errors import MismatchError, UnsupportedError
 from unidist.nest import leaves
+from unidist_keras.counting import SUM, check_keras, counted_losses
 from unidist_keras.fit import divide
 from unidist_keras.names import check_built, model_variables, numbered
+from unidist_keras.on_instance import is_put, of_class, put
 from unidist_torch.transport import Transport
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
 
-__all__ = ["adapt_model", "adapt_optimizer", "average", "check_built", "model_variables", "numbered", "same_hyperparameters"]
+__all__ = [
+    "adapt_model", "adapt_optimizer", "average", "check_built", "counted", "model_variables", "numbered", "same_hyperparameters",
+]  # fmt: skip
 
 
 def adapt_model(model: Any, backend: TorchBackend) -> None:
     """`fit` and its relatives over the job's processes, and a train step that tells `apply` how many rows it saw."""
+    check_keras()
     divide(model, backend)
-    model.train_step = functools.partial(_train_step, backend, model, model.train_step)
+    put(model, "train_step", functools.partial(_train_step, backend, model, of_class(model, "train_step")))
 
 
 def _train_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any) -> Any:
     _check_compiled(model)
     rows = float(len(leaves(data)[0]))
     backend.shares.parameter_scale = rows  # what synchronised BatchNorm passes back counts as the gradients do
-    with backend.fit.step(rows):
+    with backend.fit.step(rows), counted_losses(lambda loss, denominator: _by_rows(backend, loss, denominator, rows)):
         return original(data)
+
+
+def _by_rows(backend: TorchBackend, loss: torch.Tensor, denominator: Any, rows: float) -> torch.Tensor:
+    """A local loss so that the mean over ranks, weighted by rows, is the loss of the whole batch by its own denominator."""
+    own = loss.new_tensor(1.0) if denominator is SUM else denominator.detach().to(loss.dtype)
+    total, all_rows = backend.transport.all_reduce(torch.stack([own, own.new_tensor(rows)]), "sum")
+    if denominator is SUM:
+        return loss * (all_rows / rows)
+    return loss * torch.where(total > 0, own / total * all_rows / rows, torch.zeros_like(total))
+
+
+def counted(loss: Any, targets: Any, outputs: Any, sample_weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A Keras loss as (mean, None), or as (total, weight) when it divides by something else than the samples.
+
+    Raises UnsupportedError for one with reduction="sum".
+    """
+    found: list[Any] = []
+    with counted_losses(lambda value, denominator: found.append(denominator) or value):
+        value = loss(targets, outputs, sample_weight=sample_weight)
+    if any(denominator is SUM for denominator in found):
+        raise UnsupportedError(
+            f"the loss {loss.name!r} has reduction='sum', which counts a batch by its size; use 'sum_over_batch_size', or a function "
+            "that returns (total, weight)"
+        )
+    if value.ndim:  # reduction="none": one value for each sample, or for each of its parts
+        return value.reshape(value.shape[0], -1).mean(1).mean(), None
+    if not found:
+        return value, None
+    weight = found[0].detach().to(value.dtype)
+    return value * weight, weight
 
 
 def _check_compiled(model: Any) -> None:
     """Raise UnsupportedError when fit is about to train with an optimizer that exchanges nothing."""
     optimizer = model.optimizer
-    if optimizer is not None and not _is_wrapped(optimizer):
+    if optimizer is not None and not is_put(optimizer, "apply"):
         raise UnsupportedError(
             f"the model was compiled with a {type(optimizer).__name__} that did not go through wrap_optimizer, so the ranks' gradients "
             "would not be averaged; call model.compile(unidist.wrap_optimizer(optimizer, model), ...)"
         )
-
-
-def _is_wrapped(optimizer: Any) -> bool:
-    return getattr(vars(optimizer).get("apply"), "func", None) is _apply
 
 
 def adapt_optimizer(optimizer: Any, model: Any, backend: TorchBackend) -> None:
@@ -61,55 +92,41 @@ def adapt_optimizer(optimizer: Any, model: Any, backend: TorchBackend) -> None:
         if {id(v) for v in held} != {id(v) for v in variables}:
             raise MismatchError(f"the optimizer was built for {len(held)} variables that are not the model's {len(variables)}")
     if backend.world.size > 1:
-        optimizer.apply = functools.partial(_apply, backend, optimizer)
+        put(optimizer, "apply", functools.partial(_apply, backend, optimizer))
 
 
 def _apply(backend: TorchBackend, optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-    backend.check_keras(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+    variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+    backend.check_keras(optimizer, variables)
     weight = backend.fit.weight
     scale = None if weight is not None or backend.fit.stepping else backend.shares.seen().scale
     with torch.no_grad():
-        reduced = backend._average(grads, scale=scale, weight=weight)
+        reduced = backend.average_keras(grads, variables, scale=scale, weight=weight)
         return type(optimizer).apply(optimizer, reduced, trainable_variables)
 
 
-def average(gradients: Sequence[Any], scale: float | None, weight: Any, transport: Transport) -> list[Any]:
-    """Reduced gradients through one flat buffer per dtype; a flag for each tells where it was used on any rank.
+def average(gradients: Sequence[Any], variables: Sequence[Any], scale: float | None, weight: Any, transport: Transport) -> list[Any]:
+    """Reduced gradients through one flat buffer; a flag for each tells whether it was used on any rank, else it is None.
 
     With `scale` the local ones are multiplied by it before a plain mean; with `weight` the result is the sum of weighted
     gradients over the sum of weights, which rides along.
     """
-    present = [g for g in gradients if g is not None]
-    dtype = max((g.dtype for g in present), key=lambda d: d.itemsize)
-    shapes = _shapes(gradients)
-    factor = 1.0 if scale is None else scale
-    if weight is not None:
-        factor = float(weight)
-    parts = [_flat(g, shape, factor, dtype) for g, shape in zip(gradients, shapes)]
-    used = torch.tensor([float(g is not None) for g in gradients] + [float(weight or 1.0)], dtype=dtype, device=present[0].device)
-    total = transport.sum_(torch.cat([*parts, used]), "sum")
-    flags = total[-len(used) :].tolist()
-    divisor = flags[-1]
-    return [
-        (piece / divisor).reshape(shape).to(g.dtype if g is not None else dtype) if flag else None
-        for piece, shape, g, flag in zip(total.split([p.numel() for p in parts] + [len(used)]), shapes, gradients, flags)
-    ]
+    values = [v.value for v in variables]
+    dtype = max((v.dtype for v in values), key=lambda d: d.itemsize)
+    factor = float(weight) if weight is not None else 1.0 if scale is None else scale
+    parts = [_flat(g, v, factor, dtype) for g, v in zip(gradients, values)]
+    counts = [float(g is not None) for g in gradients] + [1.0 if weight is None else float(weight)]
+    sent = torch.cat([*parts, torch.tensor(counts, dtype=dtype, device=parts[0].device)])
+    total = transport.sum_(sent, "sum")
+    *used, divisor = total[-len(counts) :].tolist()
+    pieces = total[: -len(counts)].split([part.numel() for part in parts])
+    return [(piece / divisor).reshape(v.shape).to(v.dtype) if flag else None for piece, v, flag in zip(pieces, values, used)]
 
 
-def _shapes(gradients: Sequence[Any]) -> list[Any]:
-    missing = [i for i, g in enumerate(gradients) if g is None]
-    if missing:
-        raise MismatchError(
-            f"variables {missing} have no gradient in this step; a variable that is never used has to be made untrainable "
-            "(trainable=False), since it can't be told from one that is used on another rank"
-        )
-    return [g.shape for g in gradients]
-
-
-def _flat(gradient: Any, shape: Any, factor: float, dtype: torch.dtype) -> torch.Tensor:
-    flat = gradient.to_dense().reshape(-1).to(dtype) if gradient.is_sparse else gradient.reshape(-1).to(dtype)
-    if factor == 0.0:
-        return torch.zeros_like(flat)
+def _flat(gradient: Any, value: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    if gradient is None or factor == 0.0:
+        return torch.zeros(value.numel(), dtype=dtype, device=value.device)
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1).to(dtype)
     return flat if factor == 1.0 else flat * factor
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -131,12 +130,3 @@ def _leaves(value: Any) -> list[Any]:
     found: list[Any] = []
     map_nest(found.append, value)
     return found
-
-
-def can_pickle(obj: Any) -> bool:
-    """Whether an object can travel."""
-    try:
-        pickle.dumps(obj)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return False
-    return True

@@ -86,7 +86,9 @@ class Losses:
     def of_outputs(self, outputs: Any, targets: Any, sample_weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of outputs that are there."""
         if self._keras_loss:
-            return self._reduced(self._loss(targets, outputs, sample_weight=sample_weight), None)
+            from unidist_torch.keras import counted
+
+            return counted(self._loss, targets, outputs, sample_weight)
         if self._class_loss is not None and sample_weight is None and not targets.is_floating_point():
             weight = class_weight(self._loss, targets)
             if weight is not None:
@@ -140,7 +142,7 @@ class TorchStep(Step):
         self._optimizer = optimizer
         self._losses_of = Losses(model, options.loss, options.compute_loss)
         self._native = isinstance(optimizer, torch.optim.Optimizer)
-        self._engines = backend.engines_of(model)
+        self._engines = backend.engines.of(model)
         self._weights: list[torch.Tensor] = []
         backend.check_step(model, optimizer)
 
@@ -209,7 +211,7 @@ class TorchStep(Step):
     def _update(self) -> None:
         options = self._options
         if self._native:
-            self._torch.check_exchanged(self._engines)
+            self._torch.engines.check(self._engines)
             if options.clip_norm is not None or options.clip_value is not None:
                 self.last_norm = self._torch._clip(self._optimizer, max_norm=options.clip_norm, max_value=options.clip_value)
             self._optimizer.step()
@@ -217,7 +219,7 @@ class TorchStep(Step):
         variables = self._model.trainable_variables
         gradients = [v.value.grad for v in variables]
         with torch.no_grad():
-            gradients = self._torch._average(gradients, scale=1.0, weight=None)
+            gradients = self._torch.average_keras(gradients, variables, scale=1.0, weight=None)
             gradients, self.last_norm = clip(gradients, options.clip_norm, options.clip_value)
             type(self._optimizer).apply(self._optimizer, gradients, variables)
 

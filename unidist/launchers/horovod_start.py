@@ -66,6 +66,19 @@ def _extension(folder: str, framework: str, module: str) -> bool:
     return any((Path(folder) / framework).glob(f"{module}*.so"))
 
 
+def adopted_world(hvd: Any, environ: MutableMapping[str, str]) -> World | None:
+    """The world of a Horovod that is initialised already (`hvd`: a framework's Horovod module); None when it isn't."""
+    from unidist.world import World, read_world
+
+    if not hvd.is_initialized():
+        return None
+    told = read_world(environ)
+    if (told.rank, told.size) == (hvd.rank(), hvd.size()):
+        return told
+    places = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    return World(hvd.rank(), hvd.size(), *places, launcher="an initialised Horovod")
+
+
 def start(world: World, control: Control, timeout: float, environ: MutableMapping[str, str]) -> Handle:
     """Prepare `hvd.init()`; every rank must call it. `environ` is `os.environ`, since Horovod's C++ reads the real one.
 

@@ -153,7 +153,15 @@ class Bench(ABC):
         parts = [data.inputs, data.targets, data.sample_weight]
         return unidist.wrap_data(tuple(part for part in parts if part is not None), global_batch_size=batch, **options)
 
-    # what only one framework has
+    # what only one framework or flavour has
+
+    def masked(self, steps: int) -> Any:
+        """A bare Keras model that skips time steps of zeros (n, steps, 1) and multiplies the others by a weight of 1."""
+        raise NotImplementedError
+
+    def two_outputs(self) -> Any:
+        """A bare Keras model of (n, 2) with two heads of one output, kernels of ones and biases of 0."""
+        raise NotImplementedError
 
     def trace(self, function: Any) -> Any:
         """The function as a traced one."""

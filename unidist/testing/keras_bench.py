@@ -66,6 +66,16 @@ class KerasBench(Bench):
             layers.BatchNormalization(momentum=momentum, epsilon=2.0**-10), layers.Dense(1, use_bias=False, kernel_initializer="ones"),
         ])  # fmt: skip
 
+    def masked(self, steps: int) -> Any:
+        return keras.Sequential([
+            keras.Input((steps, 1)), keras.layers.Masking(), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+        ])  # fmt: skip
+
+    def two_outputs(self) -> Any:
+        first = keras.Input((2,))
+        dense = keras.layers.Dense
+        return keras.Model(first, [dense(1, kernel_initializer="ones")(first), dense(1, kernel_initializer="ones")(first)])
+
     def statistics(self, model: Any) -> tuple[Any, Any]:
         layer = model.layers[1]
         return self.array(layer.moving_mean), self.array(layer.moving_variance)

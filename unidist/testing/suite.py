@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +13,9 @@ from unidist import registry
 from unidist.errors import UnknownBackendError
 from unidist.registry import Entry
 from unidist.testing import outcomes
-from unidist.testing.jobs import Ended, run_job
+from unidist.testing.jobs import Ended, clean_environment, run_job
 from unidist.testing.outcomes import FAILED, PASSED, Outcome
-from unidist.testing.table import Check, checks_of, select
+from unidist.testing.table import CONTRACT, Check, checks_of, select
 
 WORKER = "unidist.testing.worker"
 ALONGSIDE = 2  # jobs at a time, of those that have one check each
@@ -28,9 +30,9 @@ def find_entry(key: str) -> Entry:
     return found[0]
 
 
-def check_names(key: str, n: int, only: Sequence[str] = ()) -> list[str]:
+def check_names(key: str, n: int, only: Sequence[str] = (), catalogue: str = CONTRACT) -> list[str]:
     """The names of what `launch` reports, in its order."""
-    return [check.name for check in _selected(find_entry(key), n, only)] + [_EXIT]
+    return [check.name for check in _selected(find_entry(key), only, catalogue)] + [_EXIT]
 
 
 def launch(
@@ -40,20 +42,22 @@ def launch(
     timeout: float = 600.0,
     *,
     only: Sequence[str] = (),
+    catalogue: str = CONTRACT,
     wait: float = 30.0,
     progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Run the checks of a backend on n devices of this host; one outcome for each, passed only if it passed on all ranks.
 
     folder: keeps the workers' lines and output. timeout: seconds for each job. only: names of checks, numbers of points, or "few" (those
-    that show shares and weights). wait: what the workers' `init(timeout=)` is. progress: told of each check as rank 0 ends it.
+    that show shares and weights). catalogue: the package of checks, which can be imported here. wait: what the workers' `init(timeout=)`
+    is. progress: told of each check as rank 0 ends it.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="unidist-test-") as name:
-            return launch(key, n, Path(name), timeout, only=only, wait=wait, progress=progress)
+            return launch(key, n, Path(name), timeout, only=only, catalogue=catalogue, wait=wait, progress=progress)
     entry = find_entry(key)
-    job = _Job(entry, n, folder, timeout, wait, progress)
-    chosen = _selected(entry, n, only)
+    job = _Job(entry, n, folder, timeout, wait, progress, catalogue)
+    chosen = _selected(entry, only, catalogue)
     apart = [check for check in chosen if check.ends_job and job.processes > 1]
     together = [check for check in chosen if check not in apart]
     with ThreadPoolExecutor(ALONGSIDE) as pool:
@@ -66,8 +70,8 @@ def launch(
     return [found[check.name] for check in chosen] + [bad[0] if bad else exits[0]]
 
 
-def _selected(entry: Entry, n: int, only: Sequence[str]) -> list[Check]:
-    chosen = select(checks_of(entry.framework), only, apart=True)
+def _selected(entry: Entry, only: Sequence[str], catalogue: str) -> list[Check]:
+    chosen = select(checks_of(entry.framework, catalogue), only, apart=True)
     if not chosen:
         raise ValueError(f"none of {', '.join(map(repr, only))} is a check of {entry.key}, the number of a point, or 'few'")
     return chosen
@@ -76,9 +80,12 @@ def _selected(entry: Entry, n: int, only: Sequence[str]) -> list[Check]:
 class _Job:
     """The launches of one backend."""
 
-    def __init__(self, entry: Entry, n: int, folder: Path, timeout: float, wait: float, progress: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self, entry: Entry, n: int, folder: Path, timeout: float, wait: float, progress: Callable[[Outcome], None], catalogue: str
+    ) -> None:
         self.processes = registry.num_processes(entry.name, entry.framework, n)
         self._entry, self._n, self._folder, self._timeout, self._wait, self._progress = entry, n, folder, timeout, wait, progress
+        self._catalogue = catalogue
 
     def run(self, label: str, checks: list[Check], only: Sequence[str]) -> dict[str, Outcome]:
         """One launch of these checks: outcomes by name, and one under a name that begins with the exit's."""
@@ -86,10 +93,11 @@ class _Job:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(self.processes):  # what an earlier launch left in a folder that is kept
             outcomes.path_of(folder, rank).unlink(missing_ok=True)
-        arguments = ["--out", str(folder), "--timeout", str(self._wait), *(part for name in only for part in ("--only", name))]
+        arguments = ["--out", str(folder), "--timeout", str(self._wait), "--catalogue", self._catalogue]
+        arguments += [part for name in only for part in ("--only", name)]
         ended = run_job(
             WORKER, arguments, self._n, folder=folder, timeout=self._timeout, backend=self._entry.name, framework=self._entry.framework,
-            watch=self._watcher(folder),
+            environ=_path_to(self._catalogue), watch=self._watcher(folder),
         )  # fmt: skip
         ranks = [outcomes.read(folder, rank) for rank in range(self.processes)]
         merged = outcomes.merge(ranks, {check.name: (check.point, check.title) for check in checks}, ended.words())
@@ -107,6 +115,16 @@ class _Job:
                     self._progress(outcome)
 
         return watch
+
+
+def _path_to(catalogue: str) -> dict[str, str]:
+    """Variables with which a worker can import the catalogue as well."""
+    if catalogue == CONTRACT:
+        return {}
+    origin = importlib.import_module(catalogue).__file__
+    assert origin is not None
+    known = clean_environment(os.environ)["PYTHONPATH"]
+    return {"PYTHONPATH": os.pathsep.join([str(Path(origin).parents[catalogue.count(".") + 1]), known])}
 
 
 def _exit(ended: Ended, merged: list[Outcome]) -> Outcome:

@@ -23,10 +23,7 @@ POINTS = {
     12: "nothing hidden",
     13: "randomness",
 }
-_MODULES = """
-    gradients own_loops keras_loops same_start accumulation clipping parameters batchnorm native_objects collectives waits data loaders
-    metrics refusals randomness
-""".split()
+CONTRACT = "unidist.testing.checks"  # the catalogue that is shipped
 # What models are made of: modules and optimizers of torch itself, or Keras on the framework.
 FLAVOURS = {"torch": ("native", "keras"), "tensorflow": ("keras",)}
 
@@ -58,6 +55,8 @@ class Check:
 
 @dataclass(frozen=True)
 class _Registered:
+    catalogue: str
+    number: int
     point: int
     title: str
     name: str
@@ -78,9 +77,10 @@ def check(
     cases: Mapping[str, Any] | None = None,
     flavours: str | Mapping[str, Collection[str]] = "each",
     few: bool | Collection[str] = False,
+    number: int | None = None,
     **settings: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a check of a contract point; its name is the function's, with each case's appended.
+    """Register a check of a contract point; its name is the point (or `number`) and the function's, with each case's appended.
 
     cases: name to what is passed after the bench. flavours: "each", "once" (whatever the framework's first flavour is), a
     flavour, or flavour to the cases it runs. few: whether (or which cases) three workers run it. settings: fields of Check.
@@ -88,17 +88,23 @@ def check(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         name = function.__name__.replace("_", "-")
-        _registered.append(_Registered(point, title, name, function, cases or {}, flavours, settings, few))
+        catalogue = function.__module__.rpartition(".")[0]
+        first = point if number is None else number
+        _registered.append(_Registered(catalogue, first, point, title, name, function, cases or {}, flavours, settings, few))
         return function
 
     return register
 
 
-def checks_of(framework: str) -> list[Check]:
-    """All checks of a framework, in the order in which a launch runs them; imports no framework."""
-    for module in _MODULES:
-        importlib.import_module(f"unidist.testing.checks.{module}")
-    found = [one for registered in sorted(_registered, key=lambda r: r.point) for one in _expand(registered, FLAVOURS[framework])]
+def checks_of(framework: str, catalogue: str = CONTRACT) -> list[Check]:
+    """All checks of a framework, in the order in which a launch runs them; imports no framework.
+
+    catalogue: the package whose modules register them; its `MODULES` names the modules in their order.
+    """
+    for module in importlib.import_module(catalogue).MODULES:
+        importlib.import_module(f"{catalogue}.{module}")
+    mine = sorted((r for r in _registered if r.catalogue == catalogue), key=lambda r: r.number)
+    found = [one for registered in mine for one in _expand(registered, FLAVOURS[framework])]
     return sorted(found, key=lambda one: (one.ends_job, one.point > 12))
 
 
@@ -118,7 +124,7 @@ def _expand(registered: _Registered, flavours: tuple[str, ...]) -> list[Check]:
             if not _runs(registered, case, flavour, flavours[0]):
                 continue
             arguments = (registered.cases[case],) if case else ()
-            parts = [str(registered.point), registered.name, *([case] if case else []), *(["keras"] if flavour == "keras" else [])]
+            parts = [str(registered.number), registered.name, *([case] if case else []), *(["keras"] if flavour == "keras" else [])]
             few = registered.few if isinstance(registered.few, bool) else case in registered.few
             title = f"{registered.title}: {case}" if case else registered.title
             function = functools.partial(_call, registered.function, arguments)

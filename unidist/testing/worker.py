@@ -20,7 +20,7 @@ from unidist.errors import CollectiveTimeoutError, MismatchError, NotInitialized
 from unidist.testing import outcomes
 from unidist.testing.bench import Bench
 from unidist.testing.outcomes import Outcome
-from unidist.testing.table import Check, checks_of, select
+from unidist.testing.table import CONTRACT, Check, checks_of, select
 
 _BENCHES = {
     ("torch", "native"): "unidist.testing.torch_bench:TorchBench",
@@ -137,10 +137,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True, help="folder for the lines")
     parser.add_argument("--only", action="append", default=[], help="a check's name, a point's number, or few")
+    parser.add_argument("--catalogue", default=CONTRACT, help="the package of checks")
     parser.add_argument("--timeout", type=float, default=30.0)
     arguments = parser.parse_args()
     unidist.init(timeout=arguments.timeout, seed=7)
-    checks = select(checks_of(unidist.framework()), arguments.only, apart=unidist.world_size() == 1)
+    checks = select(checks_of(unidist.framework(), arguments.catalogue), arguments.only, apart=unidist.world_size() == 1)
     fine = Worker(arguments.out).run(checks)
     sys.exit(0 if fine else 1)
 

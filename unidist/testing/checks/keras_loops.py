@@ -45,6 +45,31 @@ def fit(bench: Bench, case: Any) -> None:
     bench.equal_everywhere(model)
 
 
+@check(1, "a masked model: the loss divides by what is not masked, over the whole batch", flavours="keras", few=True,
+       cases={"fit": True, "step": False})  # fmt: skip
+def masked(bench: Bench, in_fit: bool) -> None:
+    """Toy W1 over two time steps, of which every other sequence has one: w = 1 + 2 * rate * mean(x^2 over the steps that are there)."""
+    rate, n = 2.0**-7, bench.replicas + 1
+    x = np.arange(1.0, 2 * n + 1).reshape(n, 2, 1)
+    x[1::2, 1] = 0.0
+    with unidist.scope():
+        model = unidist.wrap_model(bench.masked(2))
+        optimizer = bench.optimizer("sgd", model, rate=rate)
+    if in_fit:
+        with unidist.scope():
+            model.compile(optimizer, loss="mse")
+        loss = model.fit(x, 2 * x, batch_size=n, shuffle=False, verbose=0).history["loss"][0]
+    else:
+        step = unidist.make_train_step(model, optimizer, bench.loss("linear", "object"))
+        for batch in unidist.wrap_data((x, 2 * x), global_batch_size=n):
+            step(batch)
+        loss = step.mean_loss()
+    there = (x[x != 0] ** 2).mean()
+    bench.close(unidist.get_weights(model).popitem()[1], np.array([[1 + 2 * rate * there]]), "the weight")
+    bench.close(loss, there, "the loss")
+    bench.equal_everywhere(model)
+
+
 def _compiled(bench: Bench, trial: Trial) -> Any:
     model = bench.model(trial.network)
     with unidist.scope():

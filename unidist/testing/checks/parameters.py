@@ -243,3 +243,18 @@ def _train_checkpointed(bench: Bench, reentrant: bool) -> None:
     optimizer.step()
     mean = np.mean([1.0 + rank for rank in range(bench.size)])
     bench.close(bench.array(model.layer.weight), [[0.5 - 0.125 * 3 * 0.25 * mean]], "the weight")
+
+
+@check(5, "a Keras variable that no rank uses stays as it is", flavours="keras")
+def unused_variable(bench: Bench) -> None:
+    """Two heads, of which the loss sees the first: mean of (sum(x) + b - 0)^2 / 2 over equal rows of ones, whose gradient is 2."""
+    with unidist.scope():
+        model = unidist.wrap_model(bench.two_outputs())
+        optimizer = bench.optimizer("sgd", model, rate=0.125)
+    x = np.ones((2 * bench.replicas, 2))
+    step = unidist.make_train_step(model, optimizer, lambda outputs, targets: bench.ops().mean(bench.ops().square(outputs[0]) / 2))
+    for batch in unidist.wrap_data((x, x[:, :1]), global_batch_size=len(x)):
+        step(batch)
+    used, spare = [np.asarray(value) for value in unidist.get_weights(model).values()][::2]
+    bench.close(used, np.full((2, 1), 1 - 0.125 * 2), "the kernel in use")
+    bench.close(spare, np.ones((2, 1)), "the other")

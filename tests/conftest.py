@@ -1,4 +1,4 @@
-"""Launches what the session needs two at a time, and says at its end how long each took and which checks were the slowest."""
+"""Launches of checks: what the session needs runs two at a time; its end says how long each took and which checks were the slowest."""
 
 from typing import Any
 
