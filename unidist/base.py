@@ -37,8 +37,10 @@ class StepOptions:
     accumulation: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
+    precision: str | None = None
     scheduler: Any = None
     scaler: Any = None
+    check_every: int = 0
 
 
 class Backend(ABC):
@@ -238,10 +240,11 @@ class Step(ABC):
     Calling it with a batch returns the mean loss of this process's share: a native 0-d tensor, detached, not waited for.
     """
 
-    def __init__(self, backend: Backend, options: StepOptions) -> None:
+    def __init__(self, backend: Backend, model: Any, options: StepOptions) -> None:
         self.updates = 0
         self.last_norm: Any = None
         self._backend = backend
+        self._model = model
         self._options = options
         self._window = Window(options.accumulation, backend.world.size)
         self._losses: list[tuple[Any, Any]] = []
@@ -261,7 +264,14 @@ class Step(ABC):
             self.updates += 1
             if self._options.scheduler is not None:
                 self._options.scheduler.step()
+            if self._options.check_every and self.updates % self._options.check_every == 0:
+                self._check_replicas()
         return loss
+
+    def _check_replicas(self) -> None:
+        from unidist.objects import assert_replicas_equal
+
+        assert_replicas_equal(self._model)
 
     @abstractmethod
     def _run(self, batch: Any, share: Share | None, factor: float) -> tuple[Any, Any]:

@@ -15,6 +15,9 @@ from unidist.metrics import Mean as _Mean
 from unidist.metrics import sum_over_ranks
 
 
+_PRECISIONS = (None, "bf16", "fp16")
+
+
 def wrap_data(
     data: Any,
     *,
@@ -58,7 +61,10 @@ def make_train_step(
     gradient_accumulation_steps: int = 1,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    precision: str | None = None,
     scheduler: Any = None,
+    scaler: Any = None,
+    check_every: int = 0,
 ) -> Step:
     """A step that trains on one batch: `step(batch)` returns the mean loss of this process's share, detached.
 
@@ -66,7 +72,9 @@ def make_train_step(
     `(model, batch)` instead. Either returns a scalar mean over the samples, one value per sample, or (total, weight) when the loss
     is not a mean over samples. A batch is (inputs, targets) or (inputs, targets, sample_weight); inputs are a tensor, a tuple
     (positional) or a dict (keywords). gradient_accumulation_steps: batches per update; a window ends with the epoch. clip_norm,
-    clip_value: bounds on the reduced gradient. scheduler: stepped once per update (torch).
+    clip_value: bounds on the reduced gradient. precision: "bf16" or "fp16", in which the forward pass computes where that is safe, while
+    weights and updates stay as they are. scheduler: stepped once per update (torch). scaler: of losses in fp16 (torch's GradScaler).
+    check_every: after every so many updates compare all replicas bit for bit, as `assert_replicas_equal` does.
 
     `step.mean_loss()` is the exact mean over all samples and ranks since its last call, `step.updates` the number of updates.
     """
@@ -78,7 +86,13 @@ def make_train_step(
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         if bound is not None and not bound > 0:
             raise ValueError(f"{name} is a number above 0, not {bound!r}")
-    options = StepOptions(loss, compute_loss, gradient_accumulation_steps, clip_norm, clip_value, scheduler)
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision is one of {', '.join(map(repr, _PRECISIONS))}, not {precision!r}")
+    if not (isinstance(check_every, int) and check_every >= 0):
+        raise ValueError(f"check_every is a whole number of updates, 0 for never, not {check_every!r}")
+    options = StepOptions(
+        loss, compute_loss, gradient_accumulation_steps, clip_norm, clip_value, precision, scheduler, scaler, check_every
+    )
     return backend._train_step(model, optimizer, options)
 
 

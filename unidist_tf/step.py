@@ -25,7 +25,7 @@ class TFStep(Step):
     """
 
     def __init__(self, backend: TFBackend, model: Any, optimizer: Any, options: StepOptions) -> None:
-        super().__init__(backend, options)
+        super().__init__(backend, model, options)
         self._tf = backend
         self._optimizer = optimizer
         self._variables = state.trainable(model)

@@ -136,9 +136,8 @@ class TorchStep(Step):
     """A step for native and Keras models, with torch's optimizers (exchange in backward) or Keras' (in apply)."""
 
     def __init__(self, backend: TorchBackend, model: Any, optimizer: Any, options: StepOptions) -> None:
-        super().__init__(backend, options)
+        super().__init__(backend, model, options)
         self._torch = backend
-        self._model = model
         self._optimizer = optimizer
         self._losses_of = Losses(model, options.loss, options.compute_loss)
         self._native = isinstance(optimizer, torch.optim.Optimizer)
