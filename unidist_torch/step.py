@@ -184,7 +184,7 @@ class TorchStep(Step):
         """The factor of a window's last batch; what the window has summed before is brought to the same measure."""
         window = self._window
         if weighted:
-            correction = self._torch._weight_scale(torch.stack(self._weights).sum())
+            correction = self._torch.weight_scale(torch.stack(self._weights).sum())
             factor = 1.0
         else:
             correction = window.correction

@@ -15,21 +15,22 @@ from unidist.testing import golden
 from unidist.testing.bench import CLASS_WEIGHTS
 
 CLASSES = len(CLASS_WEIGHTS)
-LOOPS = {"torch": ("step", "own", "said"), "tensorflow": ("step", "traced")}
+LOOPS = {"torch": ("step", "own", "said", "weight"), "tensorflow": ("step", "traced")}
 
 
 @dataclass(frozen=True)
 class Draw:
     """What is trained, on what, and how.
 
-    flavour: "native" or "keras". loop: "step" (make_train_step), "own" (plain backward, or `accumulate`), "said" (unidist.backward), "traced"
-    (reduce_gradients in a traced step), "fit". rows: of an embedding, 0 for dense inputs. widths: of hidden layers. classes: cross entropy,
+    flavour: "native" or "keras". loop: "step" (make_train_step), "own" (plain backward, or `accumulate`), "said" and "weight" (unidist.backward),
+    "traced" (reduce_gradients in a traced step), "fit". source: of the samples, "arrays", "dataset" or "stream". rows: of an embedding, 0 for dense inputs. widths: of hidden layers. classes: cross entropy,
     else mean squared error. biases: of all dense layers. frozen: number of a layer that is not trained. parts: samples by process when the
     data is split already, else empty. form: of the loss, as for Bench.loss. clip: ("norm" or "value", bound).
     """
 
     flavour: str
     loop: str
+    source: str
     rows: int
     widths: tuple[int, ...]
     outputs: int
@@ -148,11 +149,13 @@ def draws(choose: Any, framework: str, replicas: int, processes: int) -> Draw:
     pick = lambda *values: choose(st.sampled_from(values))  # noqa: E731
     number = lambda low, high: choose(st.integers(low, high))  # noqa: E731
     flavour = pick("native", "native", "keras") if framework == "torch" else "keras"
-    loop = pick(*(LOOPS[framework] if flavour == "native" or framework == "tensorflow" else ("step",)), *(["fit"] if flavour == "keras" else []))
+    loop = pick(
+        *(LOOPS[framework] if flavour == "native" or framework == "tensorflow" else ("step",)), *(["fit"] if flavour == "keras" else [])
+    )
     classes = choose(st.booleans())
     batch, samples = number(1, 3 * replicas + 2), number(1, 6 * replicas + 3)
     parts: tuple[int, ...] = ()
-    if loop in ("step", "own", "said") and processes > 1 and batch >= replicas and pick(False, False, True):
+    if loop in ("step", "own", "said", "weight") and processes > 1 and batch >= replicas and pick(False, False, True):
         parts = tuple(number(1, 5) for _ in range(processes))
     plain = loop in ("traced", "fit")
     if loop == "fit":  # which refuses a last batch that is smaller than the replicas
@@ -164,10 +167,11 @@ def draws(choose: Any, framework: str, replicas: int, processes: int) -> Draw:
     rows = pick(0, 0, 5)
     widths = tuple(number(1, 4) for _ in range(number(0, 2)))
     layers = bool(rows) + len(widths) + 1
+    source = "arrays" if plain else pick("arrays", "arrays", "dataset", "stream")
     return Draw(
-        flavour=flavour, loop=loop, rows=rows, widths=widths, outputs=CLASSES if classes else number(1, 3), classes=classes,
+        flavour=flavour, loop=loop, source=source, rows=rows, widths=widths, outputs=CLASSES if classes else number(1, 3), classes=classes,
         biases=choose(st.booleans()), frozen=number(0, layers - 1) if layers > 1 and pick(False, False, True) else None, samples=samples,
-        batch=batch, parts=parts, drop_last=not plain and choose(st.booleans()), shuffle=not plain and not parts and choose(st.booleans()),
+        batch=batch, parts=parts, drop_last=not plain and choose(st.booleans()), shuffle=not plain and not parts and source != "stream" and choose(st.booleans()),
         epochs=number(1, 2), accumulation=1 if plain else number(1, 3), optimizer=pick("plain", "sgd", "adam"), rate=pick(0.125, 0.0625),
         clip=clip, form=form, weighted=form in ("samples", "object") and loop != "said" and choose(st.booleans()), seed=number(0, 999),
     )  # fmt: skip

@@ -43,14 +43,53 @@ def _arrays(draw: Draw, rank: int) -> tuple[Any, ...]:
     return tuple(a[rows] for a in (samples.inputs, samples.targets, samples.sample_weight) if a is not None)
 
 
+class _Samples:
+    """A sequence of samples, each a tuple."""
+
+    def __init__(self, arrays: tuple[Any, ...]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        if index >= len(self):
+            raise IndexError(index)
+        return tuple(array[index] for array in self._arrays)
+
+
+class _Stream:
+    """The same without a length."""
+
+    def __init__(self, samples: _Samples) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Any:
+        return iter([self._samples[index] for index in range(len(self._samples))])
+
+
+def _source(bench: Bench, draw: Draw) -> Any:
+    arrays = _arrays(draw, bench.rank)
+    if draw.source == "arrays":
+        return arrays
+    if unidist.framework() == "tensorflow":
+        import tensorflow as tf
+
+        made = tf.data.Dataset.from_tensor_slices(arrays)
+        return made if draw.source == "dataset" else made.filter(lambda *sample: True)
+    samples = _Samples(arrays)
+    return samples if draw.source == "dataset" else _Stream(samples)
+
+
 def _train(bench: Bench, draw: Draw, model: Any, optimizer: Any) -> tuple[list[float], list[float], list[Any]]:
     data = unidist.wrap_data(
-        _arrays(draw, bench.rank), global_batch_size=draw.batch, shuffle=draw.shuffle, drop_last=draw.drop_last,
+        _source(bench, draw), global_batch_size=draw.batch, shuffle=draw.shuffle, drop_last=draw.drop_last,
         already_sharded=bool(draw.parts),
     )  # fmt: skip
-    loop = {"step": _steps, "own": _own, "said": _own, "traced": _traced}[draw.loop]
+    loop = {"step": _steps, "own": _own, "said": _own, "weight": _own, "traced": _traced}[draw.loop]
     losses, norms = loop(bench, draw, model, optimizer, data)
-    return losses, norms, [data.plan.order(epoch) for epoch in range(draw.epochs)]
+    straight = np.arange(len(draw.data()))
+    return losses, norms, [data.plan.order(epoch) if draw.shuffle else straight for epoch in range(draw.epochs)]
 
 
 def _steps(bench: Bench, draw: Draw, model: Any, optimizer: Any, data: Any) -> tuple[list[float], list[float]]:
@@ -78,6 +117,8 @@ def _own(bench: Bench, draw: Draw, model: Any, optimizer: Any, data: Any) -> tup
                 value = loss(model(x), y)
                 if draw.loop == "said":
                     unidist.backward(value)
+                elif draw.loop == "weight":
+                    unidist.backward(value, weight=data.share.size)
                 else:
                     value.backward()
             if draw.clip:
