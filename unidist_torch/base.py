@@ -20,6 +20,7 @@ from unidist.collectives import broadcast_object
 from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, PeerFailedError, UnidistError, UnsupportedError
 from unidist_torch import differentiable, evaluation, state, tensors
+from unidist_torch.class_losses import as_total, scalar_weight
 from unidist_torch.data import read_source
 from unidist_torch.devices import local_device
 from unidist_torch.engines import Engines, check_wrapped
@@ -212,6 +213,8 @@ class TorchBackend(Backend):
             loss = loss if weight is None else loss * weight
         elif weight is not None:
             loss = loss * weight
+        elif (own := scalar_weight(loss, drawn.share)) is not None:
+            loss, weight = as_total(loss, own), own
         for engine in self.engines.all():
             if empty or engine._scaled:
                 engine.scale_gradients(0.0 if empty else 1.0)
