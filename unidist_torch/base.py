@@ -215,6 +215,7 @@ class TorchBackend(Backend):
             loss = loss * weight
         elif (own := scalar_weight(loss, drawn.share)) is not None:
             loss, weight = as_total(loss, own), own
+        self.shares.parameter_scale = 0.0 if empty else 1.0
         for engine in self.engines.all():
             if empty or engine._scaled:
                 engine.scale_gradients(0.0 if empty else 1.0)

@@ -149,6 +149,7 @@ class TorchStep(Step):
         empty = share is not None and share.size == 0
         if weight is not None:
             self._weights.append(weight * (not empty))
+        self._torch.shares.parameter_scale = 0.0 if empty else 1.0
         for engine in self._engines:
             if empty or engine._scaled:
                 engine.scale_gradients(0.0 if empty else 1.0)
@@ -187,7 +188,6 @@ class TorchStep(Step):
 
     def _backward_alone(self, loss: torch.Tensor, empty: bool) -> None:
         """Where no engine is told how a pass counts (a Keras optimizer exchanges): a borrowed sample adds zeros."""
-        self._torch.shares.parameter_scale = 0.0 if empty else 1.0
         if not empty:
             self._torch.run_backward(loss)
             return
