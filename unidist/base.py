@@ -243,9 +243,11 @@ class Step(ABC):
     def __init__(self, backend: Backend, model: Any, options: StepOptions) -> None:
         self.updates = 0
         self.last_norm: Any = None
+        self.scaler: Any = None  # of losses, on PyTorch
         self._backend = backend
         self._model = model
         self._options = options
+        self._skipped = False  # whether the last update was, because its gradients were not finite
         self._window = Window(options.accumulation, backend.world.size)
         self._losses: list[tuple[Any, Any]] = []
         self._sums = [0.0, 0.0]
@@ -260,7 +262,7 @@ class Step(ABC):
         losses.append((loss, weight))
         if len(losses) >= 256:
             self._fold()
-        if window.complete:
+        if window.complete and not self._skipped:
             self.updates += 1
             if self._options.scheduler is not None:
                 self._options.scheduler.step()

@@ -15,6 +15,7 @@ from unidist.batch import Share
 from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
 from unidist_torch.class_losses import as_total, class_weight, scalar_weight
+from unidist_torch.precision import Precision
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
@@ -93,13 +94,14 @@ class Losses:
         if self._class_loss is not None and sample_weight is None and not targets.is_floating_point():
             weight = class_weight(self._loss, targets)
             if weight is not None:
-                return self._class_loss(outputs, targets), weight.to(outputs.dtype)
+                return self._class_loss(outputs, targets), weight.to(torch.promote_types(outputs.dtype, torch.float32))
         return self._reduced(self._loss(outputs, targets), sample_weight)
 
     def _reduced(self, result: Any, sample_weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(result, tuple):
             total, weight = result
-            return total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach()
+            wide = torch.promote_types(total.dtype, torch.float32)
+            return total, torch.as_tensor(weight, dtype=wide, device=total.device).detach()
         if result.ndim == 0:
             if sample_weight is not None:
                 raise UnsupportedError(
@@ -133,6 +135,8 @@ class TorchStep(Step):
         self._summed = backend.world.size > 1 or options.accumulation > 1  # what a loss divides by then has to be known
         self._weights: list[torch.Tensor] = []
         backend.check_step(model, optimizer)
+        self._precision = Precision(backend, model, optimizer, options)
+        self.scaler = self._precision.scaler
 
     def _run(self, batch: Any, share: Share | None, factor: float) -> tuple[Any, Any]:
         window = self._window
@@ -142,7 +146,7 @@ class TorchStep(Step):
             self._torch.shares.hold()
         if holds_arrays(batch):
             batch = to_tensors(batch, self._torch.device)
-        value, weight = self._losses_of(batch)
+        value, weight = self._losses_of(batch) if self._precision.plain else self._autocast(batch)
         if weight is None and self._summed:
             weight = scalar_weight(value, share)
             value = value if weight is None else as_total(value, weight)
@@ -158,6 +162,8 @@ class TorchStep(Step):
         elif weight is not None:
             factor = 1.0
         loss = value if factor == 1.0 else value * (factor or 1.0)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
         if self._engines:
             self._torch.run_backward(loss)
         else:
@@ -165,6 +171,11 @@ class TorchStep(Step):
         if window.complete:
             self._update()
         return self._result(value.detach(), weight, share, empty)
+
+    def _autocast(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with self._precision.autocast():
+            value, weight = self._losses_of(batch)
+        return (value.float() if value.dtype.itemsize < 4 else value), weight
 
     def _begin(self) -> None:
         self._weights.clear()
@@ -204,8 +215,13 @@ class TorchStep(Step):
         if self._native:
             self._torch.engines.check(self._engines)
             if options.clip_norm is not None or options.clip_value is not None:
+                if self.scaler is not None:
+                    self.scaler.unscale_(self._optimizer)
                 self.last_norm = self._torch._clip(self._optimizer, max_norm=options.clip_norm, max_value=options.clip_value)
-            self._optimizer.step()
+            if self.scaler is None:
+                self._optimizer.step()
+            else:
+                self._skipped = not self._precision.update(self._optimizer)
             return
         variables = self._model.trainable_variables
         gradients = [v.value.grad for v in variables]
