@@ -1,4 +1,4 @@
-"""torch's class losses divide by class weights or by the targets that they don't ignore: what that was, told from the module or the graph."""
+"""What torch's class losses divide by (class weights, the targets that they don't ignore), told from the module or the graph."""
 
 from __future__ import annotations
 

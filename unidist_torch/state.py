@@ -114,9 +114,8 @@ def broadcast_state(transport: Transport, control: Control, rank: int, obj: Any,
         received.append(transport.broadcast(tensor, root))
         return received[-1]
 
-    complete = map_nest(fetch, skeleton)
-    if rank != root:
-        obj.load_state_dict(complete)
+    # The root as well: `load_state_dict` may change dtypes (NAdam's), and ranks that differ in them drift apart.
+    obj.load_state_dict(map_nest(fetch, skeleton))
 
 
 class _Slot:

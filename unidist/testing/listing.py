@@ -1,4 +1,4 @@
-"""Every rule with the name of its test, as the tables of docs/contract.md; `python -m unidist.testing.listing docs/contract.md` writes them."""
+"""Every rule with the name of its test, as tables: `python -m unidist.testing.listing docs/contract.md` writes them there."""
 
 from __future__ import annotations
 

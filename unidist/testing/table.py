@@ -157,6 +157,11 @@ def several_processes(bench: Any) -> str | None:
     return None if bench.size > 1 else "one process only"
 
 
+def two_processes(bench: Any) -> str | None:
+    """Two ranks, for which the case gives its numbers."""
+    return None if bench.size == 2 else "the numbers are those of two processes"
+
+
 def several_replicas(bench: Any) -> str | None:
     """More than one replica of the model."""
     return None if bench.replicas > 1 else "one replica only"

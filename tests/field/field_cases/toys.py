@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+import unidist
 from unidist.testing.bench import Bench
 
 RATE = 0.01
@@ -31,3 +32,9 @@ def weight_of(bench: Bench, model: Any) -> float:
 def after_step(*values: float, rate: float = RATE) -> float:
     """The weight after one step from 1.0 on these inputs: 1 + 2 * rate * mean(x^2)."""
     return 1.0 + 2 * rate * float(np.mean(np.square(values)))
+
+
+def once(step: Any, arrays: tuple[Any, Any], batch: int) -> None:
+    """One pass over whole data."""
+    for part in unidist.wrap_data(arrays, global_batch_size=batch):
+        step(part)
