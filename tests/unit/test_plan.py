@@ -5,7 +5,8 @@ import itertools
 import numpy
 import pytest
 
-from unidist.data import GlobalPlan, ShardedPlan, Source, check_size
+from unidist.data import Source, check_size
+from unidist.plans import GlobalPlan, ShardedPlan
 
 
 def plans(n, batch, ranks, *, shuffle=False, drop_last=False, seed=0):
@@ -63,23 +64,6 @@ def test_parts_of_different_lengths_are_all_seen_and_steps_agree():
     assert [share.sizes for share in shares] == [(2, 2), (2, 0), (1, 0)] and [s.last for s in shares] == [False, False, True]
     assert [list(i) for _, i in both[1].indices(0, 0)][0] == [0, 1]
     assert {plan.num_steps for plan in sharded([5, 2], 4, drop_last=True)} == {1}
-
-
-class Pair:
-    """Two ranks' control planes in one thread: rank 0's rows are recorded, rank 1's come from a script."""
-
-    def __init__(self, others):
-        self.others = iter(others)
-
-    def gather(self, name, payload):
-        return [payload, next(self.others)]
-
-
-def test_parts_of_unknown_length_agree_once_per_32_steps():
-    plan = ShardedPlan(None, 2, 2, 0, 1, False, False, 0, control=Pair(["[1, 1, 1]"]))
-    pairs = list(plan.batches(iter("ab")))
-    assert [share.sizes for share, _ in pairs] == [(1, 1), (1, 1), (0, 1)]
-    assert [items for _, items in pairs] == [["a"], ["b"], ["b"]] and [s.last for s, _ in pairs] == [False, False, True]
 
 
 @pytest.mark.parametrize("sizes", [(None, None), (4, 2), (0, None), (None, -1), (True, None), (2.5, None)])
