@@ -141,7 +141,7 @@ def _check_whole(lengths: list[Any], contents: list[Any]) -> None:
     odd = [rank for rank, content in enumerate(contents) if content != contents[0]]
     if odd:
         raise MismatchError(
-            f"wrap_data got {lengths[0]} samples on all ranks, but rank {', '.join(map(str, odd))} has others than rank 0: every rank must "
+            f"the samples given to wrap_data differ: those of rank {', '.join(map(str, odd))} are not those of rank 0. Every rank must "
             "give the same whole data, in one order; give data that is split already with already_sharded=True and per_replica_batch_size"
         )
 

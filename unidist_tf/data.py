@@ -171,8 +171,7 @@ class StreamFeed(_Feed):
     _used = False
 
     def iterate(self, epoch: int, start: int) -> Iterator[Pair]:
-        items = iter(self._data)
-        if items is self._data:
+        if isinstance(self._data, Iterator):
             if self._used:
                 raise ValueError(
                     "a generator can be read once, for one epoch; give an iterable that begins anew, or a function's result each time"
@@ -180,7 +179,7 @@ class StreamFeed(_Feed):
             self._used = True
         plan = self._plan
         part = () if isinstance(plan, GlobalPlan) else (plan.first,)
-        steps = repeatable(lambda: plan.batches(items), global_generators(), plan.seed, epoch, *part)
+        steps = repeatable(lambda: plan.batches(iter(self._data)), global_generators(), plan.seed, epoch, *part)
         for step, (share, samples) in enumerate(in_step(plan.control if isinstance(plan, GlobalPlan) else None, steps)):
             if step >= start:
                 yield share, self._stacked(samples)

@@ -53,7 +53,10 @@ def find_samples(dataset: Any) -> Samples:
 
 
 def sources(dataset: Any) -> list[Any] | None:
-    """What the dataset is made of at its beginning, as tensors: arrays that it slices, bounds that it counts between; None for files."""
+    """What the dataset is made of at its beginning, as tensors: arrays that it slices, bounds that it counts between; None for files.
+
+    Names of files are no samples: the same file may have another path on each host.
+    """
     found = [part for part in walk(dataset) if not part._inputs()]
     tensors = []
     for part in found:
@@ -63,7 +66,7 @@ def sources(dataset: Any) -> list[Any] | None:
             tensors += [part._start, part._stop, part._step]
         else:
             return None
-    return tensors
+    return None if any(tensor.dtype == tf.string for tensor in tensors) else tensors
 
 
 def is_sharded(dataset: Any) -> bool:

@@ -66,6 +66,18 @@ def test_parts_of_different_lengths_are_all_seen_and_steps_agree():
     assert {plan.num_steps for plan in sharded([5, 2], 4, drop_last=True)} == {1}
 
 
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+def test_data_shorter_than_four_ranks(n, drop_last, batch):
+    steps = [list(plan.indices(0, 0)) for plan in plans(n, batch, 4, drop_last=drop_last)]
+    counts = {len(s) for s in steps} | {plan.num_steps for plan in plans(n, batch, 4, drop_last=drop_last)}
+    assert counts == {n // batch if drop_last else -(-n // batch)}
+    assert all(len(indices) == max(share.size, 1) for rank in steps for share, indices in rank)
+    dealt = [i for step in zip(*steps) for share, indices in step for i in indices[: share.size]]
+    assert dealt == list(range(n // batch * batch if drop_last else n))
+
+
 @pytest.mark.parametrize("sizes", [(None, None), (4, 2), (0, None), (None, -1), (True, None), (2.5, None)])
 def test_a_batch_size_is_never_guessed(sizes):
     with pytest.raises(ValueError, match="global_batch_size|whole number"):

@@ -2,4 +2,5 @@
 
 MODULES = """
     gradients
+    data
 """.split()
