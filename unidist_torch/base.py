@@ -29,6 +29,9 @@ from unidist_torch.transport import Alone, Transport
 
 check_not_modin()
 
+# In the engines' words: a rank did not come in time, or has gone.
+_BROKEN_OFF = ("imed out", "Horovod has been shut down", "onnection closed by peer", "onnection reset by peer", "remote process exited")
+
 
 class TorchBackend(Backend):
     """Models, optimizers, steps and state on PyTorch; `transport` carries tensors between the processes."""
@@ -236,7 +239,7 @@ class TorchBackend(Backend):
         if failed := self._failed_elsewhere():
             rank, text = next(iter(failed.items()))
             return PeerFailedError(f"rank {rank} failed while this one was in {operation}: {text}")
-        if not any(sign in str(error) for sign in ("imed out", "Horovod has been shut down")):
+        if not any(sign in str(error) for sign in _BROKEN_OFF):
             return error
         return given_up(self.control, operation, self.settings.timeout, str(error))
 
