@@ -16,6 +16,10 @@ test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+fuzz: $(VENV)/.installed-test
+	$(BIN)/unidist install horovod
+	UNIDIST_FUZZ_DRAWS=$${UNIDIST_FUZZ_DRAWS:-200} $(BIN)/python -m pytest tests/fuzz -v
+
 bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/start.py && $(BIN)/python benchmarks/step.py
 

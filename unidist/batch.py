@@ -50,11 +50,15 @@ class Share:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How a drawn batch counts in plain backward passes: by `scale`, exchanged at once or (False) later in its window."""
+    """How a drawn batch counts in plain backward passes: by `scale`, exchanged at once or (False) later in its window.
+
+    begins: whether its window does.
+    """
 
     share: Share | None
     scale: float
     exchange: bool
+    begins: bool = True
 
 
 EVEN = Drawn(None, 1.0, True)
@@ -71,11 +75,11 @@ class ShareLog:
         self.empty = False  # the current batch is a borrowed sample that does not count
         self.parameter_scale = 1.0  # what plain backward passes multiply the parameters' gradients by
 
-    def draw(self, share: Share | None, scale: float | None = None, exchange: bool = True) -> None:
+    def draw(self, share: Share | None, scale: float | None = None, exchange: bool = True, begins: bool = True) -> None:
         """Note that the batch with this share was handed to the user."""
         if scale is None:
             scale = share.scale if share is not None else 1.0
-        self._drawn.append(Drawn(share, scale, exchange))
+        self._drawn.append(Drawn(share, scale, exchange, begins))
 
     def take(self) -> Share | None:
         """The share that an explicit call (`step`) works on; the passes inside it then count as they are."""
@@ -105,6 +109,11 @@ class ShareLog:
             self.empty = self.last is not None and self.last.size == 0
             drawn.clear()
         return self._current
+
+    @property
+    def current(self) -> Drawn:
+        """How the batch counts that the last forward pass was over; nothing is taken, nothing raised."""
+        return self._drawn[-1] if self._drawn else self._current
 
     def hold(self) -> None:
         """The next passes add to a window that is exchanged later."""

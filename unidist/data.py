@@ -228,9 +228,10 @@ class Data:
 class Accumulated:
     """A window of batches for one update in an own loop: iterate over it, then step the optimizer once."""
 
-    def __init__(self, batches: list[tuple[Share | None, Any]], backend: Backend) -> None:
+    def __init__(self, batches: list[tuple[Share | None, Any]], backend: Backend, data: Data | None) -> None:
         self._batches = batches
         self._backend = backend
+        self._data = data
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -240,16 +241,19 @@ class Accumulated:
         sizes = [(share.size, share.total) if share is not None else (1, processes) for share, _ in self._batches]
         window = sum(total for _, total in sizes)
         for position, ((share, batch), (size, _)) in enumerate(zip(self._batches, sizes), start=1):
-            self._backend.shares.draw(share, size * processes / window, position == len(sizes))
+            self._backend.shares.draw(share, size * processes / window, position == len(sizes), position == 1)
+            if self._data is not None:
+                self._data.share = share
             yield batch
 
 
 def windows(backend: Backend, data: Iterable[Any], k: int) -> Iterator[Accumulated]:
     """Windows of k batches of one pass over `data`; the last may hold fewer."""
-    pairs = data._epoch_pairs() if isinstance(data, Data) else ((None, batch) for batch in data)
+    wrapped = data if isinstance(data, Data) else None
+    pairs = wrapped._epoch_pairs() if wrapped is not None else ((None, batch) for batch in data)
     while chunk := list(itertools.islice(pairs, k)):
-        yield Accumulated(chunk, backend)
-    if isinstance(data, Data):
+        yield Accumulated(chunk, backend, wrapped)
+    if wrapped is not None:
         backend._end_of_pass()
 
 

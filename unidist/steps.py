@@ -91,9 +91,7 @@ def make_train_step(
         raise ValueError(f"precision is one of {', '.join(map(repr, _PRECISIONS))}, not {precision!r}")
     if not (isinstance(check_every, int) and check_every >= 0):
         raise ValueError(f"check_every is a whole number of updates, 0 for never, not {check_every!r}")
-    options = StepOptions(
-        loss, compute_loss, gradient_accumulation_steps, clip_norm, clip_value, precision, scheduler, scaler, check_every
-    )
+    options = StepOptions(loss, compute_loss, gradient_accumulation_steps, clip_norm, clip_value, precision, scheduler, scaler, check_every)
     return backend._train_step(model, optimizer, options)
 
 
@@ -131,12 +129,15 @@ def reduce_gradients(gradients: Sequence[Any], *, weight: Any = None, share: Sha
 def _scale(backend: Backend, weight: Any, share: Share | None, loss: Any) -> Any:
     if weight is not None and share is not None:
         raise ValueError("give weight or share, not both")
-    if weight is not None:
-        return None
+    if weight is not None and not isinstance(loss, tuple):
+        return 0.0 if backend.shares.last is not None and backend.shares.last.size == 0 else None
     if isinstance(loss, tuple):  # its own weight counts, unless the sample is a borrowed one
-        drawn = share if share is not None else backend.shares.last
-        return 0.0 if drawn is not None and drawn.size == 0 else None
-    return share.scale if share is not None else backend._seen_scale()
+        mine = share if share is not None else backend.shares.last
+        return 0.0 if mine is not None and mine.size == 0 else None
+    if share is None:
+        return backend._seen_scale()
+    drawn = backend.shares.current
+    return drawn.scale if drawn.share is share else share.scale  # in a window a batch counts by the window's size
 
 
 def accumulate(data: Iterable[Any], k: int) -> Iterator[Accumulated]:

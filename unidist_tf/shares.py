@@ -17,8 +17,8 @@ class TracedShareLog(ShareLog):
         self._variable: Any = None
         self._written = 1.0
 
-    def draw(self, share: Share | None, scale: float | None = None, exchange: bool = True) -> None:
-        super().draw(share, scale, exchange)
+    def draw(self, share: Share | None, scale: float | None = None, exchange: bool = True, begins: bool = True) -> None:
+        super().draw(share, scale, exchange, begins)
         self._write(self._drawn[-1].scale)
 
     def take(self) -> Share | None:

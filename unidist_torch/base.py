@@ -21,12 +21,14 @@ from unidist.collectives import broadcast_object
 from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, PeerFailedError, UnidistError, UnsupportedError
 from unidist_torch import differentiable, evaluation, state, tensors
+from unidist_torch.class_losses import as_total, scalar_weight
 from unidist_torch.data import read_source
 from unidist_torch.devices import local_device
 from unidist_torch.engines import Engines, check_wrapped
 from unidist_torch.hooks import Engine
 from unidist_torch.step import TorchStep, clip
 from unidist_torch.transport import Alone, Transport
+from unidist_torch.weighted import WeightedWindow
 
 check_not_modin()
 
@@ -45,6 +47,7 @@ class TorchBackend(Backend):
         self._check_options()
         self._device = local_device(self.world)
         self.engines = Engines()
+        self.weighted = WeightedWindow(self)
         self._models = Models()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         if self.settings.seed is not None:
@@ -205,22 +208,27 @@ class TorchBackend(Backend):
     # exchange
 
     def _backward(self, loss: Any, *, scale: float | None, weight: Any) -> None:
+        drawn = self.shares.current
+        empty = isinstance(scale, float) and scale == 0.0
         if isinstance(loss, tuple):
             loss, weight = loss
-            weight = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device).detach()
-            factor = self._weight_scale(weight if scale is None else torch.zeros_like(weight))
-            scale = factor if scale is None else scale
         elif loss.ndim:
             loss = loss.reshape(loss.shape[0], -1).mean(1).mean()
-        if weight is not None and scale is None:
-            local = torch.as_tensor(weight, dtype=torch.float64)
-            scale = float(local * self._weight_scale(local))
+            loss = loss if weight is None else loss * weight
+        elif weight is not None:
+            loss = loss * weight
+        elif (own := scalar_weight(loss, drawn.share)) is not None:
+            loss, weight = as_total(loss, own), own
+        self.shares.parameter_scale = 0.0 if empty else 1.0
         for engine in self.engines.all():
-            if engine._scaled:
-                engine.scale_gradients(1.0)
-            if isinstance(scale, float) and scale == 0.0:
-                engine.scale_gradients(0.0)
-        self.run_backward(loss if isinstance(scale, float) and scale in (0.0, 1.0) else loss * scale)
+            if empty or engine._scaled:
+                engine.scale_gradients(0.0 if empty else 1.0)
+        factor: Any = scale or 1.0
+        if weight is not None:
+            factor = self.weighted.factor(drawn, weight, empty, loss)
+        elif not drawn.begins and self.weighted.held:
+            raise UnsupportedError("the batches of a window must all have losses with weights, or none of them")
+        self.run_backward(loss if isinstance(factor, float) and factor == 1.0 else loss * factor)
         self.engines.check([e for e in self.engines.all() if e.forwards and e.drawn.exchange])
 
     def run_backward(self, loss: torch.Tensor) -> None:
@@ -262,7 +270,7 @@ class TorchBackend(Backend):
             time.sleep(0.05)
         return {}
 
-    def _weight_scale(self, weight: torch.Tensor) -> torch.Tensor:
+    def weight_scale(self, weight: torch.Tensor) -> torch.Tensor:
         """What a total is multiplied by before the mean over processes, for the sum of weights over all ranks; 0 where that is 0."""
         total = self.transport.all_reduce(weight, "sum")
         return torch.where(total == 0, torch.zeros_like(total), self.world.size / total)

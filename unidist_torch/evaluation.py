@@ -11,6 +11,7 @@ from unidist import frameworks
 from unidist.batch import Share
 from unidist.nest import map_nest
 from unidist_torch import tensors
+from unidist_torch.class_losses import as_total, scalar_weight
 from unidist_torch.step import Losses, unpack
 from unidist_torch.transport import Transport
 
@@ -23,16 +24,30 @@ def evaluate_batch(model: Any, batch: Any, share: Share | None, loss: Any, metri
         return {}
     size = float(share.size if share is not None else 1)
     found = {}
+    if loss is not None:
+        value, weight = _counted(Losses(model, loss, None), outputs, targets, sample_weight, share)
+        found["loss"] = (float(value) * size, size) if weight is None else (float(value), float(weight))
     with torch.no_grad():
-        if loss is not None:
-            value, weight = Losses(model, loss, None).of_outputs(outputs, targets, sample_weight)
-            found["loss"] = (float(value) * size, size) if weight is None else (float(value), float(weight))
         for name, metric in metrics.items():
             if is_metric(metric):
                 metric.update_state(targets, outputs, sample_weight=sample_weight)
             else:
                 found[name] = _sums(metric(outputs, targets), size)
     return found
+
+
+def _counted(losses: Losses, outputs: Any, targets: Any, sample_weight: Any, share: Share | None) -> tuple[torch.Tensor, Any]:
+    """(mean, None) or (total, weight); a graph over the outputs alone shows what torch's class losses divide by."""
+    outputs = map_nest(lambda leaf: leaf.detach().requires_grad_() if _is_floating(leaf) else leaf, outputs)
+    with torch.enable_grad():
+        value, weight = losses.of_outputs(outputs, targets, sample_weight)
+        found = scalar_weight(value, share) if weight is None else None
+    value = value.detach()
+    return (value, weight) if found is None else (as_total(value, found), found)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def infer(model: Any, inputs: Any) -> Any:

@@ -101,6 +101,7 @@ class Engine(ABC):
         self.drawn = drawn
         self.forwards += 1
         self.passes += 1
+        self.shares.parameter_scale = drawn.scale
         if self._trainable != self._requires_grad():
             self._trainable = self._requires_grad()
             self._build()
@@ -117,7 +118,6 @@ class Engine(ABC):
         """Multiply what the coming backward passes give each parameter, before it is added up and exchanged."""
         for handle in self._scaled:
             handle.remove()
-        self.shares.parameter_scale = scale
         multiply = torch.zeros_like if scale == 0.0 else lambda gradient: gradient * scale
         self._scaled = [] if scale == 1.0 else [p.register_hook(multiply) for p in self.parameters if p.requires_grad]
 

@@ -14,6 +14,7 @@ from unidist.base import Step, StepOptions
 from unidist.batch import Share
 from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
+from unidist_torch.class_losses import as_total, class_weight, scalar_weight
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
@@ -119,19 +120,6 @@ class Losses:
         return loss, weight
 
 
-def class_weight(loss: Any, targets: torch.Tensor) -> torch.Tensor | None:
-    """What torch's class losses divide by for these targets; None where it is the number of samples.
-
-    Sample-wise targets with neither class weights nor an `ignore_index` of the user's are taken to ignore none.
-    """
-    if loss.weight is None and loss.ignore_index == -100 and targets.ndim < 2:
-        return None
-    counted = targets != loss.ignore_index
-    if loss.weight is None:
-        return counted.sum()
-    return (loss.weight[torch.where(counted, targets, 0)] * counted).sum()
-
-
 class TorchStep(Step):
     """A step for native and Keras models, with torch's optimizers (exchange in backward) or Keras' (in apply)."""
 
@@ -142,6 +130,7 @@ class TorchStep(Step):
         self._losses_of = Losses(model, options.loss, options.compute_loss)
         self._native = isinstance(optimizer, torch.optim.Optimizer)
         self._engines = backend.engines.of(model)
+        self._summed = backend.world.size > 1 or options.accumulation > 1  # what a loss divides by then has to be known
         self._weights: list[torch.Tensor] = []
         backend.check_step(model, optimizer)
 
@@ -154,9 +143,13 @@ class TorchStep(Step):
         if holds_arrays(batch):
             batch = to_tensors(batch, self._torch.device)
         value, weight = self._losses_of(batch)
+        if weight is None and self._summed:
+            weight = scalar_weight(value, share)
+            value = value if weight is None else as_total(value, weight)
         empty = share is not None and share.size == 0
         if weight is not None:
             self._weights.append(weight * (not empty))
+        self._torch.shares.parameter_scale = 0.0 if empty else 1.0
         for engine in self._engines:
             if empty or engine._scaled:
                 engine.scale_gradients(0.0 if empty else 1.0)
@@ -184,7 +177,7 @@ class TorchStep(Step):
         """The factor of a window's last batch; what the window has summed before is brought to the same measure."""
         window = self._window
         if weighted:
-            correction = self._torch._weight_scale(torch.stack(self._weights).sum())
+            correction = self._torch.weight_scale(torch.stack(self._weights).sum())
             factor = 1.0
         else:
             correction = window.correction
@@ -195,7 +188,6 @@ class TorchStep(Step):
 
     def _backward_alone(self, loss: torch.Tensor, empty: bool) -> None:
         """Where no engine is told how a pass counts (a Keras optimizer exchanges): a borrowed sample adds zeros."""
-        self._torch.shares.parameter_scale = 0.0 if empty else 1.0
         if not empty:
             self._torch.run_backward(loss)
             return

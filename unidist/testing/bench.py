@@ -192,6 +192,31 @@ class Bench(ABC):
         finally:
             self.control.timeout = before
 
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[dict[str, int]]:
+        """Within it, "asked" counts requests to the control plane, and on PyTorch "exchanged" what the transport reduces."""
+        counts = {"asked": 0}
+        watched = [(self.control, "_ask", "asked")]
+        transport = getattr(self.backend, "transport", None)
+        if transport is not None:
+            counts["exchanged"] = 0
+            watched.append((transport, "sum_", "exchanged"))
+
+        def counter(original: Any, name: str) -> Any:
+            def counted(*arguments: Any) -> Any:
+                counts[name] += 1
+                return original(*arguments)
+
+            return counted
+
+        for owner, method, name in watched:
+            setattr(owner, method, counter(getattr(owner, method), name))
+        try:
+            yield counts
+        finally:
+            for owner, method, _ in watched:
+                delattr(owner, method)
+
     def close(self, actual: Any, truth: Any, what: str = "the value", *, tolerance: float | None = None) -> None:
         """Equal within the flavour's tolerance."""
         compare.close(actual, truth, self.tolerance if tolerance is None else tolerance, what)

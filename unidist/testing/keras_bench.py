@@ -23,6 +23,7 @@ _MAKERS: dict[type, Callable[[Any], Any]] = {
     golden.Embedding: lambda layer: keras.layers.Embedding(layer.num_rows, layer.width),
     golden.MeanOverPositions: lambda layer: keras.layers.GlobalAveragePooling1D(),
 }
+_POSITIONS = 3  # ids in a sample
 # Keras on torch multiplies matrices in float32.
 _TOLERANCE = {"torch": 1e-5, "tensorflow": 1e-10}
 _CLIP_EPSILON = {"torch": 1e-6, "tensorflow": 0.0}
@@ -38,8 +39,8 @@ class KerasBench(Bench):
     module = keras
 
     def _build(self, network: golden.Network, weights: golden.Weights, named_inputs: bool) -> Any:
-        inputs = golden.dataset(network.name, 1).inputs if network.name in golden.NETWORKS else np.zeros((1, network.layers[0].num_inputs))  # type: ignore[attr-defined]
-        first = keras.Input(inputs.shape[1:], dtype=str(inputs.dtype), name="features")
+        ids = isinstance(network.layers[0], golden.Embedding)
+        first = keras.Input((_POSITIONS,) if ids else (network.layers[0].num_inputs,), dtype="int64" if ids else "float64", name="features")  # type: ignore[attr-defined]
         value = first
         for layer in network.layers:
             value = _MAKERS[type(layer)](layer)(value)

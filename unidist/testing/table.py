@@ -54,7 +54,9 @@ class Check:
 
 
 @dataclass(frozen=True)
-class _Registered:
+class Registered:
+    """A check before its cases and flavours are told apart; number: the point's, or the field case's."""
+
     catalogue: str
     number: int
     point: int
@@ -67,7 +69,7 @@ class _Registered:
     few: bool | Collection[str]
 
 
-_registered: list[_Registered] = []
+_registered: list[Registered] = []
 
 
 def check(
@@ -90,10 +92,17 @@ def check(
         name = function.__name__.replace("_", "-")
         catalogue = function.__module__.rpartition(".")[0]
         first = point if number is None else number
-        _registered.append(_Registered(catalogue, first, point, title, name, function, cases or {}, flavours, settings, few))
+        _registered.append(Registered(catalogue, first, point, title, name, function, cases or {}, flavours, settings, few))
         return function
 
     return register
+
+
+def registered_in(catalogue: str) -> list[Registered]:
+    """What a catalogue's modules register, by number, cases not yet told apart."""
+    for module in importlib.import_module(catalogue).MODULES:
+        importlib.import_module(f"{catalogue}.{module}")
+    return sorted((r for r in _registered if r.catalogue == catalogue), key=lambda r: r.number)
 
 
 def checks_of(framework: str, catalogue: str = CONTRACT) -> list[Check]:
@@ -101,10 +110,7 @@ def checks_of(framework: str, catalogue: str = CONTRACT) -> list[Check]:
 
     catalogue: the package whose modules register them; its `MODULES` names the modules in their order.
     """
-    for module in importlib.import_module(catalogue).MODULES:
-        importlib.import_module(f"{catalogue}.{module}")
-    mine = sorted((r for r in _registered if r.catalogue == catalogue), key=lambda r: r.number)
-    found = [one for registered in mine for one in _expand(registered, FLAVOURS[framework])]
+    found = [one for registered in registered_in(catalogue) for one in _expand(registered, FLAVOURS[framework])]
     return sorted(found, key=lambda one: (one.ends_job, one.point > 12))
 
 
@@ -117,7 +123,7 @@ def select(checks: Sequence[Check], only: Sequence[str] = (), *, apart: bool = F
     return [check for check in named if apart or not check.ends_job or check.name in only]
 
 
-def _expand(registered: _Registered, flavours: tuple[str, ...]) -> list[Check]:
+def _expand(registered: Registered, flavours: tuple[str, ...]) -> list[Check]:
     found = []
     for case in registered.cases or {"": None}:
         for flavour in flavours:
@@ -132,7 +138,7 @@ def _expand(registered: _Registered, flavours: tuple[str, ...]) -> list[Check]:
     return found
 
 
-def _runs(registered: _Registered, case: str, flavour: str, first: str) -> bool:
+def _runs(registered: Registered, case: str, flavour: str, first: str) -> bool:
     chosen = registered.flavours
     if isinstance(chosen, str):
         return chosen == "each" or chosen == flavour or (chosen == "once" and flavour == first)

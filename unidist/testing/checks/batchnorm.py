@@ -13,6 +13,7 @@ from unidist.errors import UnsupportedError
 from unidist.testing import compare
 from unidist.testing.bench import Bench
 from unidist.testing.table import check, several_processes, several_replicas
+from unidist.testing.trial import Trial, setup
 
 _EPSILON = 2.0**-10
 _RATE = 0.125
@@ -154,6 +155,16 @@ def synchronised(bench: Bench, each: int | None) -> None:
     for number, (found, expected) in enumerate(zip(_learned(bench, model), _after_one_step(rows))):
         bench.close(found, expected, f"weight {number}", tolerance=max(bench.tolerance, 1e-7))
     unidist.assert_replicas_equal(model)
+
+
+@check(6, "another model's empty share before it changes nothing")
+def synchronised_after(bench: Bench) -> None:
+    trial = Trial("linear", "sgd", "one", steps=1, epochs=1)
+    model, optimizer, data = setup(bench, trial)
+    step = unidist.make_train_step(model, optimizer, bench.loss("linear", "mean"))
+    for batch in data:
+        step(batch)
+    synchronised(bench, 2)
 
 
 @check(6, "sync_batchnorm with an empty share", needs=(several_processes,))

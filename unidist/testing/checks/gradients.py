@@ -10,7 +10,7 @@ import numpy as np
 import unidist
 from unidist.testing import compare, golden
 from unidist.testing.bench import Bench
-from unidist.testing.table import check, one_replica_each
+from unidist.testing.table import check, one_replica_each, several_processes
 from unidist.testing.trial import Trial, setup, truth, verify
 
 _RESTS = ("none", "uneven", "one")
@@ -144,3 +144,23 @@ def foreign_batches(bench: Bench) -> None:
     bench.close(bench.weights(model), expected.weights, "weight")
     bench.close(step.mean_loss(), expected.losses.mean(), "mean_loss")
     bench.equal_everywhere(model)
+
+
+@check(1, "a step sends its gradients and nothing else, a total and weight one number more", needs=(several_processes,), few=("mean",),
+       cases={"mean": "mean", "total": "total"})  # fmt: skip
+def sent(bench: Bench, form: str) -> None:
+    """Counted from the second epoch on, with an uneven last batch; what an engine sends in the backward pass itself is not seen here."""
+    trial = Trial(rest="uneven", form=form)
+    model, optimizer, data = setup(bench, trial)
+    step = unidist.make_train_step(model, optimizer, bench.loss("mlp", form))
+    for batch in data:
+        step(batch)
+    with bench.counting() as counts:
+        for batch in data:
+            step(batch)
+        counted = dict(counts)
+    steps = len(data)
+    compare.same(counted["asked"], 0, "requests to the control plane while stepping")
+    if "exchanged" in counted:
+        gradients = 1 if bench.flavour == "keras" else 0  # a torch engine sends in backward
+        compare.same(counted["exchanged"], steps * (gradients + (form == "total")), "exchanges")
