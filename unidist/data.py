@@ -1,28 +1,23 @@
-"""Data, what `wrap_data` returns: each process's share of every global batch, planned without an exchange.
-
-A `Plan` says which samples of which step are this process's; the framework's `Feed` brings them.
-"""
+"""Data, what `wrap_data` returns: a `Plan` says which samples of which step are this process's, the framework's `Feed` brings them."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unidist.base import each_step
 from unidist.batch import Share, split_sizes
 from unidist.errors import MismatchError, UnsupportedError
+from unidist.plans import BatchPlan, GlobalPlan, Plan, ShardedPlan, no_sample
 
 if TYPE_CHECKING:
     from unidist.base import Backend
-
-AGREE_EVERY = 32
 
 
 class Feed(Protocol):
@@ -37,173 +32,22 @@ class Source:
     """Data as a framework understands it.
 
     length: samples that this process can reach, or with `own_batches` batches; None when unknown. build: the feed for a plan.
-    shuffle: what the user's loader says about it, None when it says nothing. hint: why a size is still to be given.
+    shuffle, drop_last: what the user's loader says about it, None when nothing. hint: why a size is still to be given.
     own_batches: the data makes the global batches itself, so that no size is given. split: what shows that it is split already.
+    unordered: why each rank would see whole data in another order. content: a number that stands for the samples, the same on
+    every rank that has the same; None where it can't be told without computing samples. drawn: the order is a sampler's.
     """
 
     length: int | None
     build: Callable[[Plan], Feed]
     shuffle: bool | None = None
     hint: str = ""
+    drop_last: bool | None = None
     own_batches: bool = False
     split: str = ""
-
-
-@dataclass(frozen=True)
-class Plan(ABC):
-    """How an epoch is cut: `num_samples` is what this process can reach (None: unknown until it was read)."""
-
-    num_samples: int | None
-    global_batch: int
-    num_replicas: int
-    first: int
-    local: int
-    shuffle: bool
-    drop_last: bool
-    seed: int
-
-    @property
-    @abstractmethod
-    def num_steps(self) -> int | None:
-        """Steps of an epoch, the same on every rank; None when the length is unknown."""
-
-    @abstractmethod
-    def share(self, step: int) -> Share:
-        """What each replica has of a step, where the length is known."""
-
-    @abstractmethod
-    def positions(self, step: int) -> range:
-        """This process's places of a step in the epoch's order."""
-
-    @abstractmethod
-    def batches(self, items: Iterator[Any]) -> Iterator[tuple[Share, list[Any]]]:
-        """Shares and items of this process from a stream of items of unknown length."""
-
-    def order(self, epoch: int) -> Any:
-        """The samples of an epoch in the order in which they are dealt out (int64 array of indices).
-
-        The same for the same seed and epoch, on every rank and in both frameworks.
-        """
-        import numpy
-
-        count = self.num_samples or 0
-        return numpy.random.default_rng((self.seed, epoch)).permutation(count) if self.shuffle else numpy.arange(count)
-
-    def indices(self, epoch: int, start: int, order: Any = None) -> Iterator[tuple[Share, Any]]:
-        """(share, indices of this process's samples) of every step from `start` on; an empty share borrows one index.
-
-        order: int64 array of indices in place of the plan's own.
-        """
-        order = self.order(epoch) if order is None else order
-        for step in range(start, self.num_steps or 0):
-            mine = self.positions(step)
-            chosen = order[mine.start : mine.stop]
-            yield self.share(step), chosen if len(chosen) else order[:1]
-
-
-@dataclass(frozen=True)
-class GlobalPlan(Plan):
-    """Every process can reach all samples: each global batch is cut into consecutive shares."""
-
-    @property
-    def num_steps(self) -> int | None:
-        if self.num_samples is None:
-            return None
-        return self.num_samples // self.global_batch if self.drop_last else math.ceil(self.num_samples / self.global_batch)
-
-    def share(self, step: int) -> Share:
-        steps = self.num_steps or 0
-        total = min(self.global_batch, (self.num_samples or 0) - step * self.global_batch)
-        return self._share(total, step == steps - 1)
-
-    def positions(self, step: int) -> range:
-        share = self.share(step)
-        begin = step * self.global_batch + sum(share.sizes[: self.first])
-        return range(begin, begin + share.size)
-
-    def batches(self, items: Iterator[Any]) -> Iterator[tuple[Share, list[Any]]]:
-        chunk = list(itertools.islice(items, self.global_batch))
-        while chunk and not (self.drop_last and len(chunk) < self.global_batch):
-            following = list(itertools.islice(items, self.global_batch))
-            ends = not following or (self.drop_last and len(following) < self.global_batch)
-            share = self._share(len(chunk), ends)
-            begin = sum(share.sizes[: self.first])
-            yield share, chunk[begin : begin + share.size] or chunk[:1]
-            chunk = following
-
-    def cut(self, total: int, last: bool) -> Share:
-        """The shares of a batch of `total` samples."""
-        return self._share(total, last)
-
-    def _share(self, total: int, last: bool) -> Share:
-        return Share(split_sizes(total, self.num_replicas), self.first, self.local, last)
-
-
-@dataclass(frozen=True)
-class ShardedPlan(Plan):
-    """The data is split already: `num_samples` is this process's, `lengths` every process's (None: unknown)."""
-
-    lengths: tuple[int, ...] | None = None
-    control: Any = None
-
-    @property
-    def local_batch(self) -> int:
-        """Samples that this process takes at most in a step."""
-        return self._batch(self.first // self.local)
-
-    @property
-    def num_steps(self) -> int | None:
-        if self.lengths is None:
-            return None
-        counts = [self._count(length, self._batch(process)) for process, length in enumerate(self.lengths)]
-        return min(counts) if self.drop_last else max(counts, default=0)
-
-    def share(self, step: int) -> Share:
-        taken = [min(self._batch(p), max(n - step * self._batch(p), 0)) for p, n in enumerate(self.lengths or ())]
-        return self._share(taken, step == (self.num_steps or 0) - 1)
-
-    def positions(self, step: int) -> range:
-        begin = step * self.local_batch
-        return range(begin, begin + self.share(step).size)
-
-    def batches(self, items: Iterator[Any]) -> Iterator[tuple[Share, list[Any]]]:
-        """As for known lengths; the processes tell each other how much they have once per 32 steps."""
-        chunks = iter(lambda: list(itertools.islice(items, self.local_batch)), [])
-        borrowed: list[Any] = []
-        while True:
-            ahead = list(itertools.islice(chunks, AGREE_EVERY))
-            rows = self.control.gather("wrap_data", json.dumps([len(chunk) for chunk in ahead]))
-            sizes = [json.loads(row) for row in rows]
-            steps = max(len(row) for row in sizes)
-            for step in range(steps):
-                taken = [row[step] if step < len(row) else 0 for row in sizes]
-                chunk = ahead[step] if step < len(ahead) else []
-                borrowed = chunk[:1] or borrowed
-                if not borrowed:
-                    raise MismatchError(f"this process has no sample at all to take part with; samples by process: {taken}")
-                if self.drop_last and any(size < self._batch(p) for p, size in enumerate(taken)):
-                    return
-                yield self._share(taken, step == steps - 1 and steps < AGREE_EVERY), chunk or borrowed
-            if steps < AGREE_EVERY:
-                return
-
-    def _share(self, taken: Sequence[int], last: bool) -> Share:
-        sizes = [size for count in taken for size in split_sizes(count, self.local)]
-        return Share(tuple(sizes), self.first, self.local, last)
-
-    def _batch(self, process: int) -> int:
-        sizes = split_sizes(self.global_batch, self.num_replicas)
-        return sum(sizes[process * self.local : (process + 1) * self.local])
-
-    def _count(self, length: int, batch: int) -> int:
-        if not batch:
-            return 0
-        return length // batch if self.drop_last else math.ceil(length / batch)
-
-
-@dataclass(frozen=True)
-class BatchPlan(GlobalPlan):
-    """The data makes its own global batches: `num_samples` counts batches, and each is cut where it is read."""
+    unordered: str = ""
+    content: Callable[[], int | None] = lambda: None
+    drawn: bool = False
 
 
 def check_size(source: Source, num_replicas: int, whole: int | None, each: int | None) -> int:
@@ -235,54 +79,82 @@ def make_data(
     source = backend._source(data, shuffle=shuffle, options=options)
     if source.split and not already_sharded and backend.num_replicas > 1:
         raise ValueError(f"this data is split by {source.split} already; give the whole data, or say already_sharded=True")
+    if source.unordered and not already_sharded and backend.world.size > 1:
+        raise ValueError(source.unordered)
     batch = check_size(source, backend.num_replicas, global_batch_size, per_replica_batch_size)
     plan = make_plan(
-        backend, source, batch, already_sharded=already_sharded, drop_last=drop_last,
+        backend, source, batch, already_sharded=already_sharded, drop_last=drop_last or bool(source.drop_last),
         shuffle=shuffle if source.shuffle is None else source.shuffle, seed=backend.settings.seed or 0,
     )  # fmt: skip
-    wrapped = Data(backend, plan, source.build(plan))
+    wrapped = Data(backend, plan, source.build(plan), drawn=source.drawn)
     if backend.world.rank == 0 and os.environ.get("UNIDIST_TRAIN_QUIET") != "1":
         print(describe(plan), file=sys.stderr, flush=True)
+    if plan.num_steps == 0:
+        warnings.warn(_no_steps(plan), stacklevel=4)
     return wrapped
 
 
 def make_plan(backend: Backend, source: Source, batch: int, *, already_sharded: bool, shuffle: bool, drop_last: bool, seed: int) -> Plan:
     """The plan for this data; every rank must call it.
 
-    Raises ValueError for shuffled streams, MismatchError when whole data has different lengths on the ranks.
+    Raises ValueError for shuffled streams and parts without a place in the batch, MismatchError when whole data differs between ranks or
+    a part is empty.
     """
-    length = source.length
+    length, several = source.length, backend.world.size > 1
     if shuffle and length is None:
         raise ValueError("shuffle=True needs data of known length; shuffle a stream before it is given to wrap_data")
-    common = {
+    if already_sharded and source.own_batches and several:
+        raise UnsupportedError("data that makes its own batches must be whole on every rank; unidist takes each rank's share of them")
+    common: dict[str, Any] = {
         "num_samples": length, "global_batch": batch, "num_replicas": backend.num_replicas, "local": backend.local_replicas,
         "first": backend.world.rank * backend.local_replicas, "shuffle": shuffle, "drop_last": drop_last, "seed": seed,
+        "control": backend.control if several else None,
     }  # fmt: skip
     whole = BatchPlan if source.own_batches else GlobalPlan
-    if already_sharded and source.own_batches and backend.world.size > 1:
-        raise UnsupportedError("data that makes its own batches must be whole on every rank; unidist takes each rank's share of them")
-    if backend.world.size == 1:
-        return whole(**common)  # type: ignore[arg-type]
-    known = [
-        json.loads(row)
-        for row in backend.control.gather("wrap_data", json.dumps([length, batch, already_sharded, shuffle, drop_last, seed]))
-    ]
+    if not several:
+        return whole(**common)
+    content = source.content() if backend.settings.check and not already_sharded else None
+    mine = json.dumps([length, content, batch, already_sharded, shuffle, drop_last, seed])
+    known = [json.loads(row) for row in backend.control.gather("wrap_data", mine)]
+    lengths, contents = [row[0] for row in known], [row[1] for row in known]
     _check_same(known)
     if not already_sharded:
-        if len({row[0] for row in known}) > 1:
-            raise MismatchError(
-                f"wrap_data got {[row[0] for row in known]} samples on ranks 0 to {len(known) - 1}; every rank must give the "
-                "whole data, or say already_sharded=True"
-            )
-        return whole(**common)  # type: ignore[arg-type]
-    lengths = None if any(row[0] is None for row in known) else tuple(row[0] for row in known)
-    if lengths is not None and 0 in lengths and any(lengths):
-        raise MismatchError(f"a rank has no sample at all to take part with; samples by rank: {list(lengths)}")
-    return ShardedPlan(**common, lengths=lengths, control=backend.control)  # type: ignore[arg-type]
+        _check_whole(lengths, contents)
+        return whole(**common)
+    plan = ShardedPlan(**common, lengths=None if None in lengths else tuple(lengths))
+    if not all(plan.batch_of(process) for process in range(backend.world.size)):
+        raise ValueError(
+            f"a global batch of {batch} has no place for some of {backend.world.size} processes that hold different data; give "
+            "per_replica_batch_size, or a global batch of at least one sample for each"
+        )
+    if plan.lengths is not None and 0 in lengths and any(lengths):
+        raise MismatchError(no_sample(lengths, "in all"))
+    return plan
+
+
+def _check_whole(lengths: list[Any], contents: list[Any]) -> None:
+    if len(set(lengths)) > 1:
+        raise MismatchError(
+            f"wrap_data got {lengths} samples on ranks 0 to {len(lengths) - 1}; every rank must give the whole data, or say "
+            "already_sharded=True"
+        )
+    odd = [rank for rank, content in enumerate(contents) if content != contents[0]]
+    if odd:
+        raise MismatchError(
+            f"the samples given to wrap_data differ: those of rank {', '.join(map(str, odd))} are not those of rank 0. Every rank must "
+            "give the same whole data, in one order; give data that is split already with already_sharded=True and per_replica_batch_size"
+        )
+
+
+def _no_steps(plan: Plan) -> str:
+    lengths = plan.lengths if isinstance(plan, ShardedPlan) else None
+    what = f"{sum(lengths)} samples ({list(lengths)} by rank)" if lengths else f"{plan.num_samples} samples"
+    why = f" in global batches of {plan.global_batch} with drop_last=True" if plan.drop_last else ""
+    return f"this data has no step at all: {what}{why}"
 
 
 def _check_same(known: list[list[Any]]) -> None:
-    for position, what in enumerate(("batch size", "already_sharded", "shuffle", "drop_last", "seed"), start=1):
+    for position, what in enumerate(("batch size", "already_sharded", "shuffle", "drop_last", "seed"), start=2):
         values = [row[position] for row in known]
         if len(set(values)) > 1:
             raise MismatchError(f"wrap_data got a different {what} on each rank: {values}")
@@ -295,11 +167,12 @@ class Data:
     are used at once. A batch keeps the type that the data set yields.
     """
 
-    def __init__(self, backend: Backend, plan: Plan, feed: Feed) -> None:
+    def __init__(self, backend: Backend, plan: Plan, feed: Feed, *, drawn: bool = False) -> None:
         self.plan = plan
         self.share: Share | None = None
         self._backend = backend
         self._feed = feed
+        self._seeded = plan.shuffle or drawn
         self._epoch = 0
         self._start = 0
         self._step = 0
@@ -323,6 +196,8 @@ class Data:
             if share.last:
                 self._epoch, self._step = epoch + 1, 0
             yield share, batch
+        if self._step == start == 0 and self.plan.num_steps is None and self._epoch == epoch:
+            warnings.warn("a pass over this data had no step at all: it gave no sample", stacklevel=3)
         self._epoch, self._step = epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -331,13 +206,23 @@ class Data:
 
     def state_dict(self) -> dict[str, int]:
         """Where the iteration stands: after `load_state_dict`, the next iteration begins with the very next batch."""
-        return {"epoch": self._epoch, "step": self._step, "seed": self.plan.seed}
+        return {"epoch": self._epoch, "step": self._step, "seed": self.plan.seed, "global_batch": self.plan.global_batch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to where `state_dict` was taken. Raises ValueError when the order there had another seed."""
-        if state["seed"] != self.plan.seed and self.plan.shuffle:
+        """Go to where `state_dict` was taken, with as many workers as there are now.
+
+        Raises ValueError when the order there had another seed, or the batches another size and the place is between two of these.
+        """
+        if state["seed"] != self.plan.seed and self._seeded:
             raise ValueError(f"the state is of seed {state['seed']}, this data of seed {self.plan.seed}: the order differs")
-        self._epoch, self._start, self._step = int(state["epoch"]), int(state["step"]), int(state["step"])
+        there, here = int(state.get("global_batch", self.plan.global_batch)), self.plan.global_batch
+        step, rest = divmod(int(state["step"]) * there, here)
+        if rest:
+            raise ValueError(
+                f"the state is after {state['step']} global batches of {there}, which is no whole number of batches of {here}: "
+                f"give global_batch_size={there}, or go on from the next epoch with set_epoch({int(state['epoch']) + 1})"
+            )
+        self._epoch, self._start, self._step = int(state["epoch"]), step, step
 
 
 class Accumulated:

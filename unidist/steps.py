@@ -36,8 +36,9 @@ def wrap_data(
     the same again from the same seed. loader_options: for the framework's loader (num_workers, collate_fn).
 
     Shares are consecutive pieces; the first `batch % replicas` hold one sample more. All ranks take the same
-    number of steps. Every rank must call it. Raises ValueError for no or two sizes or a stream to be shuffled,
-    MismatchError when ranks hold whole data of different lengths, FrameworkMismatchError for the other framework's data.
+    number of steps. Every rank must call it, and iterate. Raises ValueError for no or two sizes or a stream to be shuffled,
+    MismatchError when ranks hold whole data that differs in length or in the first and last rows of arrays, or a part without
+    any sample, FrameworkMismatchError for the other framework's data. Warns when there is no step at all.
     """
     return data_module.make_data(
         current_backend(), data, global_batch_size=global_batch_size, per_replica_batch_size=per_replica_batch_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ import tensorflow as tf
 
 from unidist import frameworks
 from unidist.batch import Share
-from unidist.data import BatchPlan, Plan, ShardedPlan, Source
+from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
 from unidist.nest import leaves, map_nest
-from unidist_tf.datasets import Samples, find_samples, is_sharded, shuffles_freely
+from unidist.plans import BatchPlan, GlobalPlan, Plan, ShardedPlan
+from unidist.streams import global_generators, in_step, repeatable
+from unidist_tf.datasets import Samples, find_samples, is_sharded, shuffles_freely, sources
 from unidist_tf.tensors import num_rows
 
 if TYPE_CHECKING:
@@ -36,27 +39,54 @@ def read_source(data: Any, backend: TFBackend, *, shuffle: bool, options: Mappin
         )
     if isinstance(data, tf.data.Dataset):
         return _dataset_source(data, backend)
+    if isinstance(data, tf.distribute.DistributedDataset):
+        raise TypeError(
+            "this dataset is dealt out by a strategy already (experimental_distribute_dataset); give the tf.data.Dataset itself"
+        )
     if isinstance(data, keras.utils.PyDataset):
         return _pydataset_source(data, backend)
     if _is_nest(data):
         arrays = map_nest(_as_array, data)
-        return Source(_length(arrays), lambda plan: ArrayFeed(arrays, plan, backend))
+        return Source(_length(arrays), lambda plan: ArrayFeed(arrays, plan, backend), content=lambda: _content(leaves(arrays)))
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return Source(len(data), lambda plan: SequenceFeed(data, plan, backend))
+        return Source(len(data), lambda plan: SequenceFeed(data, plan, backend), content=lambda: _content_of_list(data))
     if hasattr(data, "__iter__"):
         return Source(None, lambda plan: StreamFeed(data, plan, backend))
     raise TypeError(f"wrap_data can't read a {type(data).__name__}: give arrays, a tf.data.Dataset, a PyDataset or an iterable of samples")
 
 
 def _dataset_source(data: Any, backend: TFBackend) -> Source:
-    if backend.world.size > 1 and shuffles_freely(data):
-        raise ValueError(
-            "this dataset shuffles without a seed, so each rank would see another order; give shuffle a seed, or leave it out and say "
-            "wrap_data(..., shuffle=True)"
-        )
     samples = find_samples(data)
-    split = "tf.data.shard" if is_sharded(data) else ""
-    return Source(samples.length, lambda plan: DatasetFeed(samples, plan, backend), hint=samples.had, split=split)
+    unordered = (
+        "this dataset shuffles without a seed, so each rank would see another order; give shuffle a seed, or leave it out and say "
+        "wrap_data(..., shuffle=True)"
+    )
+    return Source(
+        samples.length, lambda plan: DatasetFeed(samples, plan, backend), hint=samples.had, drop_last=samples.drops,
+        split="tf.data.shard" if is_sharded(data) else "", unordered=unordered if shuffles_freely(data) else "",
+        content=lambda: None if (found := sources(data)) is None else _content(found),
+    )  # fmt: skip
+
+
+def _content(arrays: list[Any]) -> int:
+    """A number for the first and last rows."""
+    return zlib.crc32(repr([_ends(array) for array in arrays]).encode())
+
+
+def _content_of_list(data: Any) -> int | None:
+    """For a list of numbers, texts and arrays; other sequences may compute their samples, which may be random."""
+    rows = leaves([*data[:1], *data[-1:]]) if isinstance(data, list) else [None]
+    return _content(rows) if all(_is_array(row) or isinstance(row, (int, float, str, bytes, numpy.generic)) for row in rows) else None
+
+
+def _ends(leaf: Any) -> Any:
+    if not _is_array(leaf):
+        return repr(numpy.asarray(leaf).tolist())
+    rows = [leaf[:1], leaf[-1:]] if len(leaf.shape) else [leaf]
+    if isinstance(leaf, tf.RaggedTensor):
+        return repr([row.to_list() for row in rows])
+    ends = [numpy.asarray(row) for row in rows]
+    return repr([end.tolist() for end in ends]) if ends[0].dtype.hasobject else zlib.crc32(b"".join(end.tobytes() for end in ends))
 
 
 def _pydataset_source(data: Any, backend: TFBackend) -> Source:
@@ -141,14 +171,16 @@ class StreamFeed(_Feed):
     _used = False
 
     def iterate(self, epoch: int, start: int) -> Iterator[Pair]:
-        items = iter(self._data)
-        if items is self._data:
+        if isinstance(self._data, Iterator):
             if self._used:
                 raise ValueError(
                     "a generator can be read once, for one epoch; give an iterable that begins anew, or a function's result each time"
                 )
             self._used = True
-        for step, (share, samples) in enumerate(self._plan.batches(items)):
+        plan = self._plan
+        part = () if isinstance(plan, GlobalPlan) else (plan.first,)
+        steps = repeatable(lambda: plan.batches(iter(self._data)), global_generators(), plan.seed, epoch, *part)
+        for step, (share, samples) in enumerate(in_step(plan.control if isinstance(plan, GlobalPlan) else None, steps)):
             if step >= start:
                 yield share, self._stacked(samples)
 
@@ -177,7 +209,7 @@ class DatasetFeed(_Feed):
 
     def __init__(self, samples: Samples, plan: Plan, backend: TFBackend) -> None:
         super().__init__(samples.dataset, plan, backend)
-        self._samples = samples
+        self._reshuffles, self._passes = samples.reshuffles, 0
         if isinstance(plan, ShardedPlan):
             self._batches = samples.batch(samples.dataset, max(plan.local_batch, 1)).prefetch(1)
         else:
@@ -185,31 +217,41 @@ class DatasetFeed(_Feed):
 
     def iterate(self, epoch: int, start: int) -> Iterator[Pair]:
         plan = self._plan
+        while self._reshuffles and self._passes < epoch:  # its order is another in each of its passes
+            iter(self._batches)
+            self._passes += 1
+        self._passes += 1
         if plan.shuffle:
             return self._shuffled(epoch, start)
-        if plan.num_steps is None and isinstance(plan, ShardedPlan):
-            return self._agreed(start)
-        return self._sharded(start) if isinstance(plan, ShardedPlan) else self._whole(start)
+        if isinstance(plan, ShardedPlan):
+            return self._agreed(start) if plan.num_steps is None else self._sharded(start)
+        if plan.num_steps is None:
+            pairs = in_step(plan.control, self._whole(start))
+        else:
+            pairs = self._whole(start)
+        return ((share, self._tensors(batch)) for share, batch in pairs)
 
     def _whole(self, start: int) -> Iterator[Pair]:
         """Global batches in order, each cut; one is read ahead to know the last where the length is unknown."""
-        plan, batches = self._plan, iter(self._batches.skip(start))
+        plan, batches = self._plan, iter(self._batches.skip(start) if start else self._batches)
         step, batch = start, next(batches, None)
         while batch is not None and not (plan.drop_last and num_rows(batch) < plan.global_batch):
             following = next(batches, None)
             ends = following is None or (plan.drop_last and num_rows(following) < plan.global_batch)
             share = plan.cut(num_rows(batch), ends)
-            yield share, self._tensors(_own_rows(batch, share))
+            yield share, _own_rows(batch, share)
             step, batch = step + 1, following
         if plan.num_steps not in (None, max(step, start)):
             raise MismatchError(f"the dataset said {plan.num_samples} samples, {plan.num_steps} steps, but ended after {step}")
 
     def _sharded(self, start: int) -> Iterator[Pair]:
-        """This process's own batches; the first row again when the others have more."""
-        batches = iter(self._batches.skip(start))
-        for step in range(start, self._plan.num_steps):
-            share = self._plan.share(step)
-            batch = next(batches) if share.size else next(iter(self._batches))
+        """This process's own batches; a row of the last one again when the others have more."""
+        plan, batches = self._plan, iter(self._batches.skip(start) if start else self._batches)
+        batch = None
+        for step in range(start, plan.num_steps):
+            share = plan.share(step)
+            if share.size or batch is None:
+                batch = next(batches if share.size else iter(self._batches))
             yield share, self._tensors(map_nest(lambda leaf, n=share.size: leaf[: max(n, 1)], batch))
 
     def _agreed(self, start: int) -> Iterator[Pair]:

@@ -1,7 +1,8 @@
 """What a tf.data.Dataset is made of: whether it batches, splits or shuffles, and its samples, found by walking its inputs.
 
 Private names of TensorFlow that are read: `Dataset._inputs`, class names of datasets, `_BatchDataset._batch_size` and
-`_drop_remainder`, `_PaddedBatchDataset._padded_shapes` and `_padding_values`, `_ShuffleDataset._seed` and `_seed2`.
+`_drop_remainder`, `_PaddedBatchDataset._padded_shapes` and `_padding_values`, `_ShuffleDataset._seed` and `_seed2`,
+`_TensorSliceDataset._tensors`, `_RangeDataset._start`, `_stop` and `_step`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ _ONE_TO_ONE = {*_PASSES_ON, "_MapDataset", "_ParallelMapDataset", "CacheDataset"
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a dataset, how many there are (None: unknown), how to batch them, and the batch size that it had."""
+    """The samples of a dataset, how many there are (None: unknown), how to batch them, the batch size that it had, whether it dropped
+    what did not fill a batch at the end, and whether each pass over it has another order."""
 
     dataset: Any
     length: int | None
     batch: Callable[[Any, int], Any]
     had: str = ""
+    drops: bool = False
+    reshuffles: bool = False
 
 
 def find_samples(dataset: Any) -> Samples:
     """The samples under a dataset, whether it yields them or batches of them."""
     op = _last_batch(dataset)
     if op is None:
-        return Samples(dataset, _cardinality(dataset), _plain)
+        return Samples(dataset, _cardinality(dataset), _plain, reshuffles=bool(_shuffles(dataset)))
     between = _names_down_to(dataset, op)
     padded = type(op).__name__ == "_PaddedBatchDataset"
     bare = between is not None and set(between) <= _PASSES_ON and type(op).__name__ not in ("_MapAndBatchDataset", "_RebatchDataset")
@@ -42,8 +46,27 @@ def find_samples(dataset: Any) -> Samples:
         raise UnsupportedError("a dataset that transforms what padded_batch made can't be cut anew; transform before padded_batch")
     exact = between is not None and set(between) <= _ONE_TO_ONE and type(op).__name__ != "_RebatchDataset"
     samples = op._inputs()[0] if bare else dataset.unbatch()
+    drops = bool(tf.get_static_value(getattr(op, "_drop_remainder", None)))
     had = f"; the dataset's own batch size ({_batch_size(op) or 'not fixed'}) could mean either"
-    return Samples(samples, _batched_length(op) if exact else None, _padded(op) if padded else _plain, had)
+    length = _cardinality(samples) if bare else _batched_length(op) if exact else None
+    return Samples(samples, length, _padded(op) if padded else _plain, had, drops, bool(_shuffles(dataset)))
+
+
+def sources(dataset: Any) -> list[Any] | None:
+    """What the dataset is made of at its beginning, as tensors: arrays that it slices, bounds that it counts between; None for files.
+
+    Names of files are no samples: the same file may have another path on each host.
+    """
+    found = [part for part in walk(dataset) if not part._inputs()]
+    tensors = []
+    for part in found:
+        if type(part).__name__ == "_TensorSliceDataset":
+            tensors += [end for tensor in part._tensors if isinstance(tensor, tf.Tensor) for end in (tensor[:1], tensor[-1:])]
+        elif type(part).__name__ == "_RangeDataset":
+            tensors += [part._start, part._stop, part._step]
+        else:
+            return None
+    return None if any(tensor.dtype == tf.string for tensor in tensors) else tensors
 
 
 def is_sharded(dataset: Any) -> bool:
@@ -53,8 +76,11 @@ def is_sharded(dataset: Any) -> bool:
 
 def shuffles_freely(dataset: Any) -> bool:
     """Whether a shuffle without any seed is in the chain: every process then has an order of its own."""
-    shuffles = [part for part in walk(dataset) if type(part).__name__ == "_ShuffleDataset"]
-    return any(int(part._seed) == 0 and int(part._seed2) == 0 for part in shuffles)
+    return any(int(part._seed) == 0 and int(part._seed2) == 0 for part in _shuffles(dataset))
+
+
+def _shuffles(dataset: Any) -> list[Any]:
+    return [part for part in walk(dataset) if type(part).__name__ == "_ShuffleDataset"]
 
 
 def walk(dataset: Any) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import contextlib
 import tensorflow as tf
 
 from unidist.errors import LaunchError
+from unidist.launchers.gpus import pick
 from unidist.world import World
 
 
@@ -26,10 +27,8 @@ def one_gpu(world: World) -> None:
     gpus = tf.config.get_visible_devices("GPU")
     if len(gpus) <= 1:
         return
-    if len(gpus) < world.local_size:
-        raise LaunchError(f"this host shows {len(gpus)} GPUs to {world.local_size} workers; start at most as many workers as GPUs")
     try:
-        tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
+        tf.config.set_visible_devices(gpus[pick(world.local_rank, world.local_size, len(gpus))], "GPU")
     except RuntimeError as error:
         raise LaunchError("TensorFlow had used the GPUs before unidist.init could choose this worker's; call init first") from error
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy
@@ -30,6 +31,9 @@ from unidist_torch.transport import Alone, Transport
 from unidist_torch.weighted import WeightedWindow
 
 check_not_modin()
+
+# In the engines' words: a rank did not come in time, or has gone.
+_BROKEN_OFF = ("imed out", "Horovod has been shut down", "onnection closed by peer", "onnection reset by peer", "remote process exited")
 
 
 class TorchBackend(Backend):
@@ -244,9 +248,19 @@ class TorchBackend(Backend):
         if failed := self._failed_elsewhere():
             rank, text = next(iter(failed.items()))
             return PeerFailedError(f"rank {rank} failed while this one was in {operation}: {text}")
-        if not any(sign in str(error) for sign in ("imed out", "Horovod has been shut down")):
+        if not any(sign in str(error) for sign in _BROKEN_OFF):
             return error
         return given_up(self.control, operation, self.settings.timeout, str(error))
+
+    @contextlib.contextmanager
+    def _bounded(self, operation: str) -> Iterator[None]:
+        """Around a collective of the engine: it is bounded in time, and its errors are unidist's."""
+        with self.control.waiting(operation):
+            try:
+                yield
+            except RuntimeError as error:
+                explained = self.explained(operation, error)
+                raise explained from (error if explained is not error else None)
 
     def _failed_elsewhere(self) -> dict[int, str]:
         """The ranks that failed; an engine's broken connection may be noticed a moment before the news arrives."""
@@ -316,15 +330,15 @@ class TorchBackend(Backend):
         return tuple(tensor.shape), tensors.dtype_name(tensor)
 
     def _all_reduce(self, tensor: Any, op: str) -> Any:
-        with self.control.waiting(f"all_reduce({op})"):
+        with self._bounded(f"all_reduce({op})"):
             return self.transport.all_reduce(tensor, op)
 
     def _all_gather(self, tensor: Any, first_dims: Sequence[int]) -> Any:
-        with self.control.waiting("all_gather"):
+        with self._bounded("all_gather"):
             return self.transport.all_gather(tensor, first_dims)
 
     def _broadcast(self, tensor: Any, root: int) -> Any:
-        with self.control.waiting("broadcast"):
+        with self._bounded("broadcast"):
             return self.transport.broadcast(tensor, root)
 
     def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:

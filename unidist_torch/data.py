@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)  # fmt: skip
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data.distributed import DistributedSampler
 
 from unidist import frameworks
+from unidist.agreement import check_same
 from unidist.batch import Share
-from unidist.data import BatchPlan, Feed, Plan, Source
+from unidist.data import Feed, Source
 from unidist.errors import FrameworkMismatchError, UnsupportedError
 from unidist.nest import leaves, map_nest
+from unidist.plans import BatchPlan, GlobalPlan, Plan
+from unidist.streams import Generator, global_generators, in_step, repeatable
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
 
 _LOADER_SETTINGS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
-    "prefetch_factor", "pin_memory_device",
+    "prefetch_factor", "pin_memory_device", "in_order",
 )  # fmt: skip
 
 
@@ -42,10 +57,10 @@ def read_source(data: Any, backend: TorchBackend, *, shuffle: bool, options: Map
         return Source(None, lambda plan: StreamFeed(data, plan, device, dict(options)))
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not _is_nest(data)):
         length = len(data)  # type: ignore[arg-type]
-        return Source(length, lambda plan: LoaderFeed(data, plan, device, dict(options), None))
+        return Source(length, lambda plan: LoaderFeed(data, plan, device, dict(options)), content=lambda: _content(data))
     if _is_nest(data):
         _refuse_options(options, "arrays")
-        return Source(_rows(data), lambda plan: ArrayFeed(data, plan, device))
+        return Source(_rows(data), lambda plan: ArrayFeed(data, plan, device), content=lambda: _content(data))
     if hasattr(data, "__iter__"):
         return Source(None, lambda plan: StreamFeed(data, plan, device, dict(options)))
     raise TypeError(f"wrap_data can't read a {type(data).__name__}: give arrays, a Dataset, a DataLoader or an iterable of samples")
@@ -76,29 +91,70 @@ def _refuse_options(options: Mapping[str, Any], what: str) -> None:
         raise TypeError(f"wrap_data got options {sorted(options)}, which mean nothing for {what}")
 
 
+def _content(data: Any) -> int | None:
+    """A number for the first and last rows of arrays, which a data set of samples or of some indices may hold; reads no sample."""
+    if isinstance(data, TensorDataset):
+        return _content(data.tensors)
+    if isinstance(data, Subset):
+        return zlib.crc32(repr((list(map(int, data.indices)), _content(data.dataset))).encode())
+    if isinstance(data, ConcatDataset):
+        return zlib.crc32(repr([_content(part) for part in data.datasets]).encode())
+    if isinstance(data, list):
+        rows = leaves([*data[:1], *data[-1:]])
+        return zlib.crc32(repr([_ends(row) for row in rows]).encode()) if all(map(_is_plain, rows)) else None
+    return zlib.crc32(repr([_ends(leaf) for leaf in leaves(data)]).encode()) if _is_nest(data) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bytes, numpy.ndarray, numpy.generic, torch.Tensor))
+
+
+def _ends(leaf: Any) -> Any:
+    """The first and last rows of an array or tensor as something that prints the same where they are the same."""
+    if isinstance(leaf, numpy.ndarray):
+        ends = [leaf[:1], leaf[-1:]] if leaf.ndim else [leaf]
+        return repr([part.tolist() for part in ends]) if leaf.dtype.hasobject else zlib.crc32(b"".join(part.tobytes() for part in ends))
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    ends = torch.cat([leaf[:1].reshape(-1), leaf[-1:].reshape(-1)]) if leaf.ndim else leaf.reshape(-1)
+    return zlib.crc32(ends.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+
+
 def _loader_source(loader: DataLoader[Any], device: torch.device, options: Mapping[str, Any]) -> Source:
-    """A user's DataLoader: its data set and settings stay, its order is kept, its batches are cut anew."""
+    """A user's DataLoader: its data set, settings and order stay; its batches are cut anew, those of an own batch sampler are kept."""
     settings = {name: getattr(loader, name) for name in _LOADER_SETTINGS if getattr(loader, name, None) is not None}
+    if settings.get("collate_fn") is default_convert:  # what a loader with batch_size=None does to one sample
+        del settings["collate_fn"]
     settings = {**settings, "persistent_workers": loader.num_workers > 0, **options}
-    hint = f"; the loader's batch_size={loader.batch_size} could mean either" if loader.batch_size else ""
-    if isinstance(loader.dataset, IterableDataset):
-        return Source(None, lambda plan: StreamFeed(loader.dataset, plan, device, settings), hint=hint)
-    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler and loader.batch_sampler is not None:
-        raise UnsupportedError("a DataLoader with a batch_sampler of its own can't be cut anew; give its data set and its sampler")
-    if loader.batch_sampler is None:
-        raise UnsupportedError("a DataLoader with batch_size=None yields whole batches; give its data set of samples to wrap_data")
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
+    dataset, sampler, batches = loader.dataset, loader.sampler, loader.batch_sampler
+    if isinstance(dataset, IterableDataset):
+        return Source(None, lambda plan: StreamFeed(dataset, plan, device, settings), hint=_hint(loader), drop_last=loader.drop_last)
+    if loader.batch_size is None and batches is not None:
+        inner = batches if _splits(batches) else getattr(batches, "sampler", None)
         return Source(
-            len(sampler), lambda plan: LoaderFeed(loader.dataset, plan, device, settings, sampler), split="DistributedSampler", hint=hint
-        )
-    plain = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
-    if plain:
-        length = len(loader.dataset)  # type: ignore[arg-type]
-        shuffled = isinstance(sampler, RandomSampler)
-        return Source(length, lambda plan: LoaderFeed(loader.dataset, plan, device, settings, None), shuffle=shuffled, hint=hint)
+            len(batches), lambda plan: LoaderFeed(dataset, plan, device, settings, batches), own_batches=True, shuffle=False,  # type: ignore[arg-type]
+            split=_splits(inner), drawn=True,
+        )  # fmt: skip
     length = len(sampler)  # type: ignore[arg-type]
-    return Source(length, lambda plan: LoaderFeed(loader.dataset, plan, device, settings, sampler), shuffle=False, hint=hint)
+    plain = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    drawn = not (plain and length == len(dataset))  # type: ignore[arg-type]
+    return Source(
+        length, lambda plan: LoaderFeed(dataset, plan, device, settings, sampler if drawn else None), hint=_hint(loader),
+        shuffle=not drawn and isinstance(sampler, RandomSampler), drop_last=loader.drop_last, split=_splits(sampler), drawn=drawn,
+        content=lambda: _content(dataset),
+    )  # fmt: skip
+
+
+def _hint(loader: DataLoader[Any]) -> str:
+    if loader.batch_size is None:
+        return "; with its batch_size=None the loader says nothing of it, give global_batch_size if its data set holds samples"
+    return f"; the loader's batch_size={loader.batch_size} could mean either"
+
+
+def _splits(sampler: Any) -> str:
+    """The class of a sampler that deals out to ranks by itself, as DistributedSampler does and all that are made after it."""
+    ranks = getattr(sampler, "num_replicas", 1)
+    return type(sampler).__name__ if isinstance(ranks, int) and ranks > 1 and hasattr(sampler, "rank") else ""
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -127,55 +183,75 @@ class ArrayFeed:
             yield share, map_nest(lambda leaf: leaf[rows].to(self._device, non_blocking=True), self._data)
 
 
+def _generators() -> list[Generator]:
+    """The process's random generators: Python's, NumPy's and torch's on the CPU."""
+    own = torch.default_generator
+    return [*global_generators(), Generator(own.get_state, own.set_state, own.manual_seed)]
+
+
+def _drawn(sampler: Any, plan: Plan, epoch: int) -> list[Any]:
+    """What a user's sampler gives for an epoch: the same on every rank, and again for the same seed.
+
+    Raises MismatchError on all ranks where it has a random state of its own that differs, ValueError where its length is wrong.
+    """
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(plan.seed + 7919 * epoch)
+    (order,) = repeatable(lambda: iter([list(sampler)]), _generators(), plan.seed, epoch)
+    if plan.control is not None and isinstance(plan, GlobalPlan):
+        what = f"the order of {type(sampler).__name__} (a sampler with a random state of its own needs the same seed on every rank)"
+        check_same(plan.control, what, [["its checksum", zlib.crc32(repr(order).encode())]])
+    if len(order) != plan.num_samples:
+        raise ValueError(f"{type(sampler).__name__} says that its length is {plan.num_samples}, but it gave {len(order)}")
+    return order
+
+
 class _Steps:
-    """The batch sampler of one worker pool: the indices of an epoch, which is set before each iteration."""
+    """The batch sampler of one worker pool: the indices of the steps of an epoch, set before each iteration."""
 
-    def __init__(self, plan: Plan, sampler: Any) -> None:
-        self.epoch, self.start = 0, 0
-        self._plan = plan
-        self._sampler = sampler
-
-    def pairs(self) -> Iterator[tuple[Share, list[int]]]:
-        """(share, indices) of the epoch; a user's sampler is drawn from with the same random state on every rank."""
-        order = None if self._sampler is None else _drawn(self._sampler, self._plan.seed, self.epoch)
-        for share, indices in self._plan.indices(self.epoch, self.start, order):
-            yield share, [int(index) for index in indices]
+    def __init__(self) -> None:
+        self.pairs: Callable[[], Iterator[tuple[Share, list[int]]]] = lambda: iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
         return (indices for _, indices in self.pairs())
 
 
-def _drawn(sampler: Any, seed: int, epoch: int) -> Any:
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    mixed = seed + 7919 * epoch
-    generator = getattr(sampler, "generator", None)
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(mixed)
-        return numpy.array(list(sampler), dtype=numpy.int64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mixed)
-        return numpy.array(list(sampler), dtype=numpy.int64)
-
-
 class LoaderFeed:
-    """A map-style data set through one DataLoader for all epochs; its workers persist."""
+    """A map-style data set through one DataLoader for all epochs; its workers persist.
 
-    def __init__(self, dataset: Any, plan: Plan, device: torch.device, settings: dict[str, Any], sampler: Any) -> None:
+    sampler: the user's, of indices, or with a BatchPlan of batches of indices, each of them a global one.
+    """
+
+    def __init__(self, dataset: Any, plan: Plan, device: torch.device, settings: dict[str, Any], sampler: Any = None) -> None:
         refused = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & set(settings)
         if refused:
             raise TypeError(f"{sorted(refused)} are unidist's to set; use wrap_data's own arguments")
         if settings.get("num_workers", 0):
             settings.setdefault("persistent_workers", True)
-        self._steps = _Steps(plan, sampler)
+        self._plan = plan
+        self._sampler = sampler
+        self._steps = _Steps()
         self._device = device
         self._loader = DataLoader(dataset, batch_sampler=self._steps, **settings)  # type: ignore[arg-type]
 
     def iterate(self, epoch: int, start: int) -> Iterator[tuple[Share, Any]]:
-        self._steps.epoch, self._steps.start = epoch, start
-        shares = (share for share, _ in self._steps.pairs())
-        for share, batch in zip(shares, self._loader):
+        drawn = None if self._sampler is None else _drawn(self._sampler, self._plan, epoch)
+        self._steps.pairs = lambda: self._pairs(epoch, start, drawn)
+        for (share, _), batch in zip(self._steps.pairs(), self._loader):
             yield share, to_device(batch, self._device)
+
+    def _pairs(self, epoch: int, start: int, drawn: list[Any] | None) -> Iterator[tuple[Share, list[int]]]:
+        if isinstance(self._plan, BatchPlan) and drawn is not None:
+            for number, batch in enumerate(drawn[start:], start):
+                share = self._plan.cut(len(batch), number == len(drawn) - 1)
+                begin = sum(share.sizes[: share.first])
+                yield share, list(batch[begin : begin + share.size] or batch[:1])
+            return
+        order = None if drawn is None else numpy.array(drawn, dtype=numpy.int64)
+        for share, indices in self._plan.indices(epoch, start, order):
+            yield share, indices.tolist()
 
 
 class _Dealt(IterableDataset[Any]):
@@ -185,7 +261,7 @@ class _Dealt(IterableDataset[Any]):
     """
 
     def __init__(self, stream: Any, plan: Plan, collate: Any) -> None:
-        self.start = 0
+        self.start, self.epoch = 0, 0
         self._stream = stream
         self._plan = plan
         self._collate = collate
@@ -194,8 +270,10 @@ class _Dealt(IterableDataset[Any]):
         worker = torch_worker._worker_info
         step, stride = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         torch_worker._worker_info = None
+        part = () if isinstance(self._plan, GlobalPlan) else (self._plan.first,)
+        steps = repeatable(lambda: self._plan.batches(iter(self._stream)), _generators(), self._plan.seed, self.epoch, *part)
         try:
-            for number, (share, items) in enumerate(self._plan.batches(iter(self._stream))):
+            for number, (share, items) in enumerate(steps):
                 if number >= self.start and (number - self.start) % stride == step:
                     yield share, self._collate(items)
         finally:
@@ -207,18 +285,19 @@ class StreamFeed:
 
     def __init__(self, stream: Any, plan: Plan, device: torch.device, settings: dict[str, Any]) -> None:
         collate = settings.pop("collate_fn", None) or default_collate
+        self._control = plan.control if isinstance(plan, GlobalPlan) else None
         if settings.get("num_workers", 0):
-            settings.setdefault("persistent_workers", False)  # a new epoch's start has to reach the workers
-            settings["persistent_workers"] = False
-            if hasattr(plan, "lengths"):
+            settings["persistent_workers"] = False  # a new epoch's start has to reach the workers
+            if not isinstance(plan, GlobalPlan):
                 raise UnsupportedError("a stream that is split already can't be read by worker processes; num_workers=0")
+            plan = replace(plan, control=None)  # the workers' own copy, which may have to be pickled
         self._device = device
         self._dealt = _Dealt(stream, plan, collate)
         self._loader = DataLoader(self._dealt, batch_size=None, collate_fn=_unchanged, **settings)
 
     def iterate(self, epoch: int, start: int) -> Iterator[tuple[Share, Any]]:
-        self._dealt.start = start
-        for share, batch in self._loader:
+        self._dealt.start, self._dealt.epoch = start, epoch
+        for share, batch in in_step(self._control, iter(self._loader)):
             yield share, to_device(batch, self._device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -57,7 +57,7 @@ class DDP(TorchBackend):
             raise TypeError(f"{sorted(contradicting)} are set by unidist; leave them out of wrap_model's options")
         if not any(p.requires_grad for p in model.parameters()):
             return None
-        return ReducerEngine(self.shares, model, find_unused, dict(options), self._device)
+        return ReducerEngine(self.shares, model, find_unused, dict(options), self._device, self.explained)
 
     def _sync_batchnorm(self, model: torch.nn.Module) -> None:
         from unidist_torch.batchnorm import synchronise
@@ -85,7 +85,11 @@ class _SparselyHeld(torch.nn.Embedding):
 class ReducerEngine(Engine):
     """DistributedDataParallel, driven by the model's forward hooks in place of a wrapper's forward."""
 
-    def __init__(self, shares: ShareLog, model: torch.nn.Module, find_unused: bool, options: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, shares: ShareLog, model: torch.nn.Module, find_unused: bool, options: dict[str, Any], device: torch.device,
+        explained: Callable[[str, RuntimeError], Exception],
+    ) -> None:  # fmt: skip
+        self._explained = explained
         self._find_unused = find_unused
         self._options = options
         self._device = device
@@ -144,7 +148,11 @@ class ReducerEngine(Engine):
         self._ddp.require_backward_grad_sync = exchange
         if self._watchers:
             self._counts = [0] * len(self._counts)
-        return self._ddp._pre_forward(*arguments, **keywords)
+        try:
+            return self._ddp._pre_forward(*arguments, **keywords)
+        except RuntimeError as error:  # in the second step the ranks agree on buckets here
+            explained = self._explained("the forward pass", error)
+            raise explained from (error if explained is not error else None)
 
     def _forwarded(self, output: Any) -> Any:
         return output if self._ddp is None else self._ddp._post_forward(output)

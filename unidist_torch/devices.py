@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unidist.errors import LaunchError
+from unidist.launchers.gpus import pick
 from unidist.world import World
 
 
@@ -19,15 +19,3 @@ def local_device(world: World) -> torch.device:
     index = pick(world.local_rank, world.local_size, count)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def pick(local_rank: int, local_size: int, count: int) -> int:
-    """The visible device for a worker among `count`. Raises LaunchError with both numbers when there are too few."""
-    if count == 1:
-        return 0
-    if count < local_size:
-        raise LaunchError(
-            f"this host shows {count} GPUs to {local_size} workers; start {count} workers, or show each worker one GPU of its own "
-            "(CUDA_VISIBLE_DEVICES)"
-        )
-    return local_rank

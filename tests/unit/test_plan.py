@@ -5,7 +5,8 @@ import itertools
 import numpy
 import pytest
 
-from unidist.data import GlobalPlan, ShardedPlan, Source, check_size
+from unidist.data import Source, check_size
+from unidist.plans import GlobalPlan, ShardedPlan
 
 
 def plans(n, batch, ranks, *, shuffle=False, drop_last=False, seed=0):
@@ -65,21 +66,16 @@ def test_parts_of_different_lengths_are_all_seen_and_steps_agree():
     assert {plan.num_steps for plan in sharded([5, 2], 4, drop_last=True)} == {1}
 
 
-class Pair:
-    """Two ranks' control planes in one thread: rank 0's rows are recorded, rank 1's come from a script."""
-
-    def __init__(self, others):
-        self.others = iter(others)
-
-    def gather(self, name, payload):
-        return [payload, next(self.others)]
-
-
-def test_parts_of_unknown_length_agree_once_per_32_steps():
-    plan = ShardedPlan(None, 2, 2, 0, 1, False, False, 0, control=Pair(["[1, 1, 1]"]))
-    pairs = list(plan.batches(iter("ab")))
-    assert [share.sizes for share, _ in pairs] == [(1, 1), (1, 1), (0, 1)]
-    assert [items for _, items in pairs] == [["a"], ["b"], ["b"]] and [s.last for s, _ in pairs] == [False, False, True]
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+def test_data_shorter_than_four_ranks(n, drop_last, batch):
+    steps = [list(plan.indices(0, 0)) for plan in plans(n, batch, 4, drop_last=drop_last)]
+    counts = {len(s) for s in steps} | {plan.num_steps for plan in plans(n, batch, 4, drop_last=drop_last)}
+    assert counts == {n // batch if drop_last else -(-n // batch)}
+    assert all(len(indices) == max(share.size, 1) for rank in steps for share, indices in rank)
+    dealt = [i for step in zip(*steps) for share, indices in step for i in indices[: share.size]]
+    assert dealt == list(range(n // batch * batch if drop_last else n))
 
 
 @pytest.mark.parametrize("sizes", [(None, None), (4, 2), (0, None), (None, -1), (True, None), (2.5, None)])

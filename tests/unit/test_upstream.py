@@ -32,6 +32,9 @@ if keras.config.backend() == "tensorflow":
     assert callable(optimizer._all_reduce_sum_gradients) and callable(model._maybe_symbolic_build)
     batched = tf.data.Dataset.range(4).shuffle(2, seed=1).batch(2)
     assert [type(d).__name__ for d in batched._inputs()] == ["_ShuffleDataset"] and hasattr(batched, "_batch_size"), batched
+    counted, sliced = tf.data.Dataset.range(4), tf.data.Dataset.from_tensor_slices([1, 2])
+    assert [type(d).__name__ for d in (counted, sliced)] == ["_RangeDataset", "_TensorSliceDataset"]
+    assert int(counted._stop) - int(counted._start) == 4 * int(counted._step) and len(sliced._tensors) == 1
     assert callable(tf.distribute.get_strategy().extended.variable_created_in_scope)
 """
 

@@ -166,6 +166,27 @@ def different_lengths(bench: Bench) -> None:
     compare.same(everyone(bench, seen(bench, unidist.wrap_data(np.arange(6.0), global_batch_size=2))), whole(6, 2), "the next data")
 
 
+@check(10, "whole data of different samples raises on every rank", flavours="once", needs=(several_processes,))
+def different_samples(bench: Bench) -> None:
+    with compare.raises(MismatchError, "already_sharded=True", "rank 1"):
+        unidist.wrap_data(np.arange(5.0) + bench.rank, global_batch_size=2)
+    compare.same(everyone(bench, seen(bench, unidist.wrap_data(np.arange(6.0), global_batch_size=2))), whole(6, 2), "the next data")
+
+
+@check(10, "a state of other batches: the same samples go on, or it is refused", flavours="once")
+def resume_other_batches(bench: Bench) -> None:
+    before = unidist.wrap_data(np.arange(16.0), global_batch_size=4, shuffle=True)
+    batches = iter(before)
+    drawn = [next(batches) for _ in range(3)]
+    state = before.state_dict()
+    after = unidist.wrap_data(np.arange(16.0), global_batch_size=2, shuffle=True)
+    order = [value for step in everyone(bench, seen(bench, after)) for value in step]
+    after.load_state_dict(state)
+    compare.same([v for step in everyone(bench, seen(bench, after)) for v in step], order[4 * len(drawn) :], "the rest of the epoch")
+    with compare.raises(ValueError, "global_batch_size=4", "3"):
+        unidist.wrap_data(np.arange(16.0), global_batch_size=8, shuffle=True).load_state_dict(state)
+
+
 @check(10, "no batch size is guessed", flavours="once")
 def batch_size(bench: Bench) -> None:
     rows = np.arange(4.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,44 @@ def endless(bench: Bench) -> None:
     for batch, _ in zip(unidist.wrap_data(Endless(), global_batch_size=2 * bench.replicas), range(3)):
         found.append(bench.array(batch).tolist())
     compare.same([v for step in everyone(bench, found) for v in step], [float(i) for i in range(6 * bench.replicas)], "the job's samples")
+
+
+def _resumable(bench: Bench) -> dict[str, Callable[[], unidist.Data]]:
+    """Makers of data of 11 samples in batches of 4, by the kind of what reads it."""
+    if hasattr(bench, "tf"):
+        rows = bench.tf.data.Dataset.range(11)
+        return {
+            "a data set": lambda: unidist.wrap_data(rows, global_batch_size=4, shuffle=True),
+            "one of unknown length": lambda: unidist.wrap_data(rows.filter(lambda i: True), global_batch_size=4),
+            "one that shuffles": lambda: unidist.wrap_data(rows.shuffle(11, seed=5), global_batch_size=4),
+        }
+    torch = bench.module.utils.data
+    sampler = torch.WeightedRandomSampler([1.0] * 11, 11)
+    return {
+        "loader workers": lambda: unidist.wrap_data(_dataset(bench, 11), global_batch_size=4, shuffle=True, num_workers=2),
+        "a sampler": lambda: unidist.wrap_data(torch.DataLoader(_dataset(bench, 11), sampler=sampler), global_batch_size=4),
+        "a stream": lambda: unidist.wrap_data(_stream(bench, 11), global_batch_size=4),
+        "a stream's workers": lambda: unidist.wrap_data(_stream(bench, 11), global_batch_size=4, num_workers=2),
+    }
+
+
+@check(10, "state_dict in the middle of an epoch: the next batch is the very next, whatever reads the data", flavours="once")
+def resume_anywhere(bench: Bench) -> None:
+    def pick(batch: Any) -> Any:
+        return batch["x"] if isinstance(batch, dict) else batch
+
+    for name, make in _resumable(bench).items():
+        straight = make()
+        expected = [seen(bench, straight, pick) for _ in range(3)]
+        data = make()
+        seen(bench, data, pick)
+        batches = iter(data)
+        next(batches)
+        state = data.state_dict()
+        del batches
+        again = make()
+        again.load_state_dict(state)
+        compare.same([seen(bench, again, pick) for _ in range(2)], [expected[1][1:], expected[2]], f"the rest of {name}")
 
 
 @check(10, "a PyDataset's own batches are the global ones", flavours="keras")
