@@ -329,15 +329,41 @@ class Data:
         """Begin the next iteration with this epoch's order."""
         self._epoch, self._start, self._step = int(epoch), 0, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: after `load_state_dict`, the next iteration begins with the very next batch."""
-        return {"epoch": self._epoch, "step": self._step, "seed": self.plan.seed}
+        plan, samples, parts = self.plan, self.plan.num_samples, 1
+        if isinstance(plan, ShardedPlan):
+            samples, parts = None if plan.lengths is None else sum(plan.lengths), plan.num_replicas // plan.local
+        return {"epoch": self._epoch, "step": self._step, "seed": plan.seed, "global_batch_size": plan.global_batch,
+                "num_samples": samples, "parts": parts}  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to where `state_dict` was taken. Raises ValueError when the order there had another seed."""
-        if state["seed"] != self.plan.seed and self.plan.shuffle:
-            raise ValueError(f"the state is of seed {state['seed']}, this data of seed {self.plan.seed}: the order differs")
-        self._epoch, self._start, self._step = int(state["epoch"]), int(state["step"]), int(state["step"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was taken. The position counts in samples, so that another number of workers, or another global batch
+        size that divides what was read, goes on at the very next sample.
+
+        Raises ValueError when the order there had another seed, or in the middle of an epoch: when the data has another length, when the
+        position is not between two batches of this size, when data that was split already was split otherwise.
+        """
+        self._epoch, self._start = self._located(state)
+        self._step = self._start
+
+    def _located(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """(epoch, step) of a state; nothing is changed."""
+        plan, step = self.plan, int(state["step"])
+        if state["seed"] != plan.seed and plan.shuffle:
+            raise ValueError(f"the state is of seed {state['seed']}, this data of seed {plan.seed}: the order differs")
+        mine = self.state_dict()
+        known = {**mine, **state}  # a state without these facts is of this data
+        for name, what in (("num_samples", "samples"), ("parts", "parts among ranks")):
+            if step and known[name] != mine[name]:
+                raise ValueError(f"the state is of the middle of an epoch of data with {known[name]} {what}, this data has {mine[name]}")
+        samples = step * known["global_batch_size"]
+        if samples % plan.global_batch:
+            raise ValueError(
+                f"the state is after {samples} samples of its epoch ({step} batches of {known['global_batch_size']}), which is not between "
+                f"two batches of {plan.global_batch}; give wrap_data the global batch size {known['global_batch_size']}"
+            )
+        return int(state["epoch"]), samples // plan.global_batch
 
 
 class Accumulated:
