@@ -14,7 +14,7 @@ from unidist.batch import Share
 from unidist.data import BatchPlan, Plan, ShardedPlan, Source
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
 from unidist.nest import leaves, map_nest
-from unidist_tf.datasets import Samples, find_samples, is_sharded, shuffles_freely
+from unidist_tf.datasets import Samples, find_samples, is_sharded, is_shuffled, shuffles_freely
 from unidist_tf.tensors import num_rows
 
 if TYPE_CHECKING:
@@ -178,13 +178,22 @@ class DatasetFeed(_Feed):
     def __init__(self, samples: Samples, plan: Plan, backend: TFBackend) -> None:
         super().__init__(samples.dataset, plan, backend)
         self._samples = samples
+        self._passes = 0 if is_shuffled(samples.dataset) else None
         if isinstance(plan, ShardedPlan):
             self._batches = samples.batch(samples.dataset, max(plan.local_batch, 1)).prefetch(1)
         else:
             self._batches = samples.batch(samples.dataset, plan.global_batch).prefetch(1)
 
+    def _count_passes(self, epoch: int) -> None:
+        """A shuffle of the data set's own gives its n-th pass in a process an order of its own: a resumed epoch has to be that pass."""
+        if self._passes is not None:
+            for _ in range(epoch - self._passes):
+                iter(self._data)
+            self._passes = max(self._passes, epoch) + 1
+
     def iterate(self, epoch: int, start: int) -> Iterator[Pair]:
         plan = self._plan
+        self._count_passes(epoch)
         if plan.shuffle:
             return self._shuffled(epoch, start)
         if plan.num_steps is None and isinstance(plan, ShardedPlan):

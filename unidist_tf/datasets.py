@@ -51,6 +51,11 @@ def is_sharded(dataset: Any) -> bool:
     return any(type(part).__name__ == "_ShardDataset" for part in walk(dataset))
 
 
+def is_shuffled(dataset: Any) -> bool:
+    """Whether a shuffle is in the chain."""
+    return any(type(part).__name__ == "_ShuffleDataset" for part in walk(dataset))
+
+
 def shuffles_freely(dataset: Any) -> bool:
     """Whether a shuffle without any seed is in the chain: every process then has an order of its own."""
     shuffles = [part for part in walk(dataset) if type(part).__name__ == "_ShuffleDataset"]

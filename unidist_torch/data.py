@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,22 @@ def _drawn(sampler: Any, seed: int, epoch: int) -> Any:
         return numpy.array(list(sampler), dtype=numpy.int64)
 
 
+class _Seeded:
+    """A generator for a loader's passes, so that beginning one draws nothing from the stream that dropout uses; the user's own stays."""
+
+    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
+        self._plan = plan
+        self._own = torch.Generator() if settings.get("generator") is None else None
+        if self._own is not None:
+            settings["generator"] = self._own
+
+    def begin(self, epoch: int, start: int) -> None:
+        """Derived from this process's seed and the position; other workers' streams follow from it."""
+        if self._own is not None:
+            text = f"{torch.initial_seed()} {self._plan.seed} {self._plan.first} {epoch} {start}"
+            self._own.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+
 class LoaderFeed:
     """A map-style data set through one DataLoader for all epochs; its workers persist."""
 
@@ -168,11 +185,13 @@ class LoaderFeed:
         if settings.get("num_workers", 0):
             settings.setdefault("persistent_workers", True)
         self._steps = _Steps(plan, sampler)
+        self._seeded = _Seeded(plan, settings)
         self._device = device
         self._loader = DataLoader(dataset, batch_sampler=self._steps, **settings)  # type: ignore[arg-type]
 
     def iterate(self, epoch: int, start: int) -> Iterator[tuple[Share, Any]]:
         self._steps.epoch, self._steps.start = epoch, start
+        self._seeded.begin(epoch, start)
         shares = (share for share, _ in self._steps.pairs())
         for share, batch in zip(shares, self._loader):
             yield share, to_device(batch, self._device)
@@ -213,11 +232,13 @@ class StreamFeed:
             if hasattr(plan, "lengths"):
                 raise UnsupportedError("a stream that is split already can't be read by worker processes; num_workers=0")
         self._device = device
+        self._seeded = _Seeded(plan, settings)
         self._dealt = _Dealt(stream, plan, collate)
         self._loader = DataLoader(self._dealt, batch_size=None, collate_fn=_unchanged, **settings)
 
     def iterate(self, epoch: int, start: int) -> Iterator[tuple[Share, Any]]:
         self._dealt.start = start
+        self._seeded.begin(epoch, start)
         for share, batch in self._loader:
             yield share, to_device(batch, self._device)
 
