@@ -145,7 +145,10 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(tmp_path: Path) -> No
     told = 0
     for _ in range(4):
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=clean_environment(os.environ) | {"UNIDIST_TRAIN_QUIET": "1"}
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=clean_environment(os.environ) | {"UNIDIST_TRAIN_QUIET": "1"},
         )
         assert process.stdout is not None
         told = int(process.stdout.readline())
