@@ -181,12 +181,14 @@ class OptimizerPart(Part):
 
     def check(self, state: Any, facts: Mapping[str, Any]) -> None:
         check_class("the optimizer", self._optimizer, facts)
-        saved = {name for group in facts["groups"] for name in group}
-        held = {name for group in self._groups() for name in group}
-        for name in sorted(saved - held - set(self._frozen)):
-            raise MismatchError(f"the saved optimizer held the parameter {name!r}, this one does not, and it is not frozen")
-        for name in sorted(held - saved - set(facts["frozen"])):
-            raise MismatchError(f"the optimizer holds the parameter {name!r}, the saved one did not, and it was not frozen there")
+        saved = [name for group in facts["groups"] for name in group]
+        held = [name for group in self._groups() for name in group]
+        for name in saved:
+            if name not in {*held, *self._frozen}:
+                raise MismatchError(f"the saved optimizer held the parameter {name!r}, this one does not, and it is not frozen")
+        for name in held:
+            if name not in {*saved, *facts["frozen"]}:
+                raise MismatchError(f"the optimizer holds the parameter {name!r}, the saved one did not, and it was not frozen there")
         self._matched(facts)
         shapes = {self._names[id(p)]: tuple(p.shape) for group in self._optimizer.param_groups for p in group["params"]}
         for name, values in state["state"].items():

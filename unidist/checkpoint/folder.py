@@ -1,11 +1,13 @@
 """A checkpoint on disk: a folder that is complete or not there. It is written beside its place, synced, and renamed.
 
-Over an older one: the new folder is complete as `NAME.new`, the older becomes `NAME.old`, the new one `NAME`, `NAME.old` goes. Killed
-between the two renames, `NAME.old` is what is loaded, and the next save puts it back first.
+Over an older one: once `NAME.new` is complete the two change places in one step, where the system can (Linux on its own file systems).
+Elsewhere the older becomes `NAME.old` and the new one `NAME`: killed between the two, `NAME.old` is what is loaded, and the next save puts
+it back.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ from typing import Any
 MANIFEST = "checkpoint.json"
 VERSION = 1
 _FORMAT = "unidist checkpoint"
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD of <fcntl.h>, and the flag of renameat2(2)
 
 
 def write(path: str | os.PathLike[str], files: Mapping[str, Callable[[Path], None]], contents: Mapping[str, Any]) -> None:
@@ -43,11 +46,13 @@ def write(path: str | os.PathLike[str], files: Mapping[str, Callable[[Path], Non
     except BaseException:
         _remove(new)
         raise
-    if place.exists():
-        place.rename(old)
-    new.rename(place)
+    if not (place.exists() and _exchange(new, place)):
+        if place.exists():
+            place.rename(old)
+        new.rename(place)
     _sync(place.parent)
     _remove(old)
+    _remove(new)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -115,6 +120,12 @@ def _check_replaceable(place: Path) -> None:
     if names - mine:
         other = sorted(names - mine)[0]
         raise FileExistsError(17, f"this folder holds {other!r}, which is of no checkpoint; give one of its own", str(place))
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Two folders change places in one step; False where the system can't do that, and nothing happened."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    return renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def _crc32(data: bytes) -> int:

@@ -121,7 +121,7 @@ def check_names(what: str, held: Mapping[str, Any], saved: Mapping[str, Any]) ->
     unknown = [name for name in saved if name not in held]
     if missing or unknown:
         lists = [f"{word} {', '.join(map(repr, names[:5]))}" for word, names in (("lacks", missing), ("also has", unknown)) if names]
-        raise MismatchError(f"the checkpoint's {what} {' and '.join(lists)}")
+        raise MismatchError(f"{what} in the checkpoint {' and '.join(lists)}")
     for name, signature in held.items():
         if signature != saved[name]:
             raise MismatchError(f"{name!r} of {what} is {_words(signature)}, but {_words(saved[name])} in the checkpoint")
