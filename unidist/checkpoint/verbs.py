@@ -142,7 +142,10 @@ def _write(backend: Backend, store: Store, path: StrPath, parts: Mapping[str, Pa
 
 
 def _take(store: Store, tensors: dict[str, Any], place: str, value: Any) -> tree.Slot | None:
-    signature = store.signature(value)
+    try:
+        signature = store.signature(value)
+    except TypeError as error:
+        raise TypeError(f"{place}: {error}") from error
     if signature is None:
         return None
     name = place
