@@ -95,6 +95,11 @@ class OptimizerPart(Part):
 
     def check(self, state: Any, facts: Mapping[str, Any]) -> None:
         check_class("the optimizer", self._optimizer, facts)
+        if facts["built"] and not self._optimizer.built:
+            raise MismatchError(
+                "the optimizer was not built yet, and can't be for one of several models: call unidist.wrap_optimizer(optimizer, model) "
+                "with the model that it trains"
+            )
         _check_rate(hyperparameters(self._optimizer), state["hyperparameters"])
         weight_of = {name: weight for name, (weight, _) in self._named.items()}
         new = {n for n, weight in weight_of.items() if weight is not None and (weight in facts["frozen"] or not facts["built"])}

@@ -231,7 +231,10 @@ def _parameters(models: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
         if frameworks.is_keras(model):
             from unidist_keras.names import model_variables
 
-            named = [(name, variable.value) for name, variable in model_variables(model).items()]
+            weights = {name: variable.value for name, variable in model_variables(model).items()}
+            known = {id(value) for value in weights.values()}
+            others = [p for p in model.parameters() if id(p) not in known]  # states of seed generators and metrics
+            named = [*weights.items(), *((f"other/{index}", parameter) for index, parameter in enumerate(others))]
         else:
             named = [(name.replace(_COMPILED, ""), parameter) for name, parameter in model.named_parameters()]
         for name, parameter in named:
