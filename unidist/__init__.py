@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unidist.base import Step as Step
     from unidist.batch import Share as Share
+    from unidist.checkpoint.verbs import load as load
+    from unidist.checkpoint.verbs import save as save
     from unidist.collectives import (
         all_gather as all_gather,
     )
@@ -161,6 +163,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "base": "Step",
     "batch": "Share",
+    "checkpoint.verbs": "load save",
     "collectives": "all_gather all_gather_object all_reduce barrier broadcast broadcast_object",
     "context": "Context current init is_initialized shutdown",
     "data": "Data",

@@ -12,6 +12,7 @@ from unidist.batch import Share, ShareLog, Window
 from unidist.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from unidist.checkpoint.parts import Store
     from unidist.control import Control
     from unidist.data import Source
     from unidist.world import World
@@ -232,6 +233,10 @@ class Backend(ABC):
     @abstractmethod
     def _set_weights(self, model: Any, weights: Mapping[str, Any]) -> None:
         """The other way round; every name, shape must be there."""
+
+    def _store(self) -> Store:
+        """How the framework's objects go into checkpoints and come back."""
+        raise UnsupportedError(f"{self.framework}/{self.name} has no save and load")
 
 
 class Step(ABC):

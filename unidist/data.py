@@ -204,25 +204,42 @@ class Data:
         """Begin the next iteration with this epoch's order."""
         self._epoch, self._start, self._step = int(epoch), 0, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: after `load_state_dict`, the next iteration begins with the very next batch."""
-        return {"epoch": self._epoch, "step": self._step, "seed": self.plan.seed, "global_batch": self.plan.global_batch}
+        plan, samples, parts = self.plan, self.plan.num_samples, 1
+        if isinstance(plan, ShardedPlan):
+            samples, parts = None if plan.lengths is None else sum(plan.lengths), plan.num_replicas // plan.local
+        return {"epoch": self._epoch, "step": self._step, "seed": plan.seed, "global_batch": plan.global_batch,
+                "num_samples": samples, "parts": parts}  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to where `state_dict` was taken, with as many workers as there are now.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was taken. The position counts in samples, so that another number of workers, or another global batch
+        size that divides what was read, goes on at the very next sample.
 
-        Raises ValueError when the order there had another seed, or the batches another size and the place is between two of these.
+        Raises ValueError when the order there had another seed, or in the middle of an epoch: when the data has another length, when the
+        position is not between two batches of this size, when data that was split already was split otherwise.
         """
-        if state["seed"] != self.plan.seed and self._seeded:
-            raise ValueError(f"the state is of seed {state['seed']}, this data of seed {self.plan.seed}: the order differs")
-        there, here = int(state.get("global_batch", self.plan.global_batch)), self.plan.global_batch
-        step, rest = divmod(int(state["step"]) * there, here)
+        self._epoch, self._start = self._located(state)
+        self._step = self._start
+
+    def _located(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """(epoch, step) of a state; nothing is changed."""
+        plan, step = self.plan, int(state["step"])
+        if state["seed"] != plan.seed and self._seeded:
+            raise ValueError(f"the state is of seed {state['seed']}, this data of seed {plan.seed}: the order differs")
+        mine = self.state_dict()
+        known = {**mine, **state}  # a state without these facts is of this data
+        for name, what in (("num_samples", "samples"), ("parts", "parts among ranks")):
+            if step and known[name] != mine[name]:
+                raise ValueError(f"the state is of the middle of an epoch of data with {known[name]} {what}, this data has {mine[name]}")
+        there, here = int(known["global_batch"]), plan.global_batch
+        begun, rest = divmod(step * there, here)
         if rest:
             raise ValueError(
-                f"the state is after {state['step']} global batches of {there}, which is no whole number of batches of {here}: "
-                f"give global_batch_size={there}, or go on from the next epoch with set_epoch({int(state['epoch']) + 1})"
+                f"the state is after {step} global batches of {there}, which is no whole number of batches of {here}: give "
+                f"global_batch_size={there}, or go on from the next epoch with set_epoch({int(state['epoch']) + 1})"
             )
-        self._epoch, self._start, self._step = int(state["epoch"]), step, step
+        return int(state["epoch"]), begun
 
 
 class Accumulated:

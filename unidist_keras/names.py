@@ -9,9 +9,14 @@ from typing import Any
 _AUTOMATIC = re.compile(r"_\d+(?=[/_]|$)")  # "dense_1/kernel", and "dense_1_kernel_momentum" of an optimizer
 
 
+def without_numbers(name: str) -> str:
+    """A name without the numbers that Keras counts per process."""
+    return _AUTOMATIC.sub("", name)
+
+
 def numbered(variables: Sequence[Any]) -> dict[str, Any]:
     """Name to variable: its number in the model's order, and its path without the numbers that Keras counts per process."""
-    return {f"{index}/{_AUTOMATIC.sub('', variable.path)}": variable for index, variable in enumerate(variables)}
+    return {f"{index}/{without_numbers(variable.path)}": variable for index, variable in enumerate(variables)}
 
 
 def model_variables(model: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from unidist.agreement import Models
 from unidist.base import Backend, Step, StepOptions
 from unidist.batch import Share
+from unidist.checkpoint.parts import Store
 from unidist.cli.identity import check_not_modin
 from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
@@ -304,3 +305,8 @@ class TFBackend(Backend):
 
     def _set_weights(self, model: Any, weights: Mapping[str, Any]) -> None:
         state.set_weights(model, weights)
+
+    def _store(self) -> Store:
+        from unidist_tf.checkpoint import TFStore
+
+        return TFStore(self)

@@ -16,6 +16,7 @@ from unidist import frameworks
 from unidist.agreement import Models, given_up
 from unidist.base import Backend, Step, StepOptions
 from unidist.batch import Share
+from unidist.checkpoint.parts import Store
 from unidist.cli.identity import check_not_modin
 from unidist.collectives import broadcast_object
 from unidist.data import Source
@@ -356,6 +357,11 @@ class TorchBackend(Backend):
         with torch.no_grad():
             for name, tensor in state.model_tensors(model).items():
                 tensor.copy_(torch.from_numpy(numpy.asarray(weights[name])))
+
+    def _store(self) -> Store:
+        from unidist_torch.checkpoint import TorchStore
+
+        return TorchStore(self._device)
 
 
 def running_statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -218,6 +219,22 @@ class _Steps:
         return (indices for _, indices in self.pairs())
 
 
+class _Seeded:
+    """A generator for a loader's passes, so that beginning one draws nothing from the stream that dropout uses; the user's own stays."""
+
+    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
+        self._plan = plan
+        self._own = torch.Generator() if settings.get("generator") is None else None
+        if self._own is not None:
+            settings["generator"] = self._own
+
+    def begin(self, epoch: int, start: int) -> None:
+        """Derived from this process's seed and the position; other workers' streams follow from it."""
+        if self._own is not None:
+            text = f"{torch.initial_seed()} {self._plan.seed} {self._plan.first} {epoch} {start}"
+            self._own.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+
 class LoaderFeed:
     """A map-style data set through one DataLoader for all epochs; its workers persist.
 
@@ -233,12 +250,14 @@ class LoaderFeed:
         self._plan = plan
         self._sampler = sampler
         self._steps = _Steps()
+        self._seeded = _Seeded(plan, settings)
         self._device = device
         self._loader = DataLoader(dataset, batch_sampler=self._steps, **settings)  # type: ignore[arg-type]
 
     def iterate(self, epoch: int, start: int) -> Iterator[tuple[Share, Any]]:
         drawn = None if self._sampler is None else _drawn(self._sampler, self._plan, epoch)
         self._steps.pairs = lambda: self._pairs(epoch, start, drawn)
+        self._seeded.begin(epoch, start)
         for (share, _), batch in zip(self._steps.pairs(), self._loader):
             yield share, to_device(batch, self._device)
 
@@ -292,11 +311,13 @@ class StreamFeed:
                 raise UnsupportedError("a stream that is split already can't be read by worker processes; num_workers=0")
             plan = replace(plan, control=None)  # the workers' own copy, which may have to be pickled
         self._device = device
+        self._seeded = _Seeded(plan, settings)
         self._dealt = _Dealt(stream, plan, collate)
         self._loader = DataLoader(self._dealt, batch_size=None, collate_fn=_unchanged, **settings)
 
     def iterate(self, epoch: int, start: int) -> Iterator[tuple[Share, Any]]:
         self._dealt.start, self._dealt.epoch = start, epoch
+        self._seeded.begin(epoch, start)
         for share, batch in in_step(self._control, iter(self._loader)):
             yield share, to_device(batch, self._device)
 

@@ -23,6 +23,10 @@ assert callable(model._get_metrics_result_or_logs)
 optimizer = keras.optimizers.SGD()
 optimizer.build(model.trainable_variables)
 assert [v.path for v in optimizer._trainable_variables] == [v.path for v in model.trainable_variables]
+adam = keras.optimizers.Adam()
+adam.build(model.trainable_variables)
+slots = [v.path.replace("/", "_") + "_momentum" for v in model.trainable_variables]
+assert set(slots) <= {v.name for v in adam.variables}, [v.name for v in adam.variables]
 from keras.src.losses import loss
 for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values", "apply_mask"):
     assert callable(getattr(loss, name)), name

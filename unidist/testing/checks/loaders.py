@@ -222,8 +222,11 @@ def pydataset(bench: Bench) -> None:
         unidist.wrap_data(Batches(), global_batch_size=4)
 
 
-@check(10, "tf.data: of samples, batched, shuffled, of unknown length", flavours="keras",
-       needs=(lambda bench: None if hasattr(bench, "tf") else "tf.data is TensorFlow's",))  # fmt: skip
+def _has_tf(bench: Bench) -> str | None:
+    return None if hasattr(bench, "tf") else "tf.data is TensorFlow's"
+
+
+@check(10, "tf.data: of samples, batched, shuffled, of unknown length", flavours="keras", needs=(_has_tf,))
 def tf_data(bench: Bench) -> None:
     tf: Any = bench.tf  # type: ignore[attr-defined]
     rows = tf.data.Dataset.range(10)
@@ -237,6 +240,71 @@ def tf_data(bench: Bench) -> None:
     compare.same(everyone(bench, seen(bench, pairs, lambda b: b[0])), whole(6, 4), "the samples of pairs")
     split = unidist.wrap_data(rows.shard(bench.size, bench.rank), per_replica_batch_size=2, already_sharded=True)
     compare.same(sorted(v for step in everyone(bench, seen(bench, split)) for v in step), [float(i) for i in range(10)], "split data")
+
+
+def _goes_on(bench: Bench, make: Any, pick: Any = lambda batch: batch) -> None:
+    """Left in the second epoch after one step, new data goes on with that epoch's second step, and with the third epoch after it."""
+    whole_run = make()
+    epochs = [seen(bench, whole_run, pick) for _ in range(3)]
+    left = make()
+    seen(bench, left, pick)
+    iterator = iter(left)
+    next(iterator)
+    state = left.state_dict()
+    again = make()
+    again.load_state_dict(state)
+    compare.same([seen(bench, again, pick) for _ in range(2)], [epochs[1][1:], epochs[2]], "the rest")
+
+
+def _by_sampler(bench: Bench) -> Any:
+    data = bench.module.utils.data
+    sampler = data.WeightedRandomSampler([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 10)
+    return unidist.wrap_data(data.DataLoader(_dataset(bench, 6), sampler=sampler), global_batch_size=4)
+
+
+def _part(bench: Bench) -> Any:
+    """Split already; rank 0 has two samples more."""
+    stream = _stream(bench, 5 + 2 * (bench.rank == 0), 100 * bench.rank)
+    return unidist.wrap_data(stream, per_replica_batch_size=1, already_sharded=True)
+
+
+TORCH_KINDS = {
+    "workers": lambda bench: unidist.wrap_data(_dataset(bench, 10), global_batch_size=4, shuffle=True, num_workers=2),
+    "sampler": _by_sampler,
+    "stream": lambda bench: unidist.wrap_data(_stream(bench, 10), global_batch_size=4),
+    "stream-by-workers": lambda bench: unidist.wrap_data(_stream(bench, 10), global_batch_size=4, num_workers=2),
+    "part": _part,
+}
+
+
+@check(10, "torch's kinds of data go on at the very next batch", flavours="native", cases=TORCH_KINDS)
+def torch_goes_on(bench: Bench, make: Any) -> None:
+    _goes_on(bench, lambda: make(bench), lambda batch: batch["x"] if isinstance(batch, dict) else batch)
+
+
+TF_KINDS = {
+    "samples": lambda rows: rows,
+    "unknown-length": lambda rows: rows.filter(lambda i: i < 9),
+    "shuffled-by-itself": lambda rows: rows.shuffle(10, seed=4).batch(3),
+}
+
+
+@check(10, "tf.data goes on at the very next batch", flavours="keras", cases=TF_KINDS, needs=(_has_tf,))
+def tf_goes_on(bench: Bench, make: Any) -> None:
+    tf: Any = bench.tf  # type: ignore[attr-defined]
+    _goes_on(bench, lambda: unidist.wrap_data(make(tf.data.Dataset.range(10)), global_batch_size=4))
+
+
+@check(10, "a position counts in samples: another batch size goes on at the very next sample", flavours="once")
+def other_batch_size(bench: Bench) -> None:
+    data = unidist.wrap_data(np.arange(16.0), global_batch_size=4, shuffle=True)
+    order = [value for step in everyone(bench, seen(bench, data)) for value in step]
+    again = unidist.wrap_data(np.arange(16.0), global_batch_size=2, shuffle=True)
+    again.load_state_dict({**data.state_dict(), "epoch": 0, "step": 1})
+    compare.same([value for step in everyone(bench, seen(bench, again)) for value in step], order[4:], "the rest of the epoch")
+    coarse = unidist.wrap_data(np.arange(16.0), global_batch_size=8, shuffle=True)
+    with compare.raises(ValueError, "after 4 samples", "batch size 4"):
+        coarse.load_state_dict({**data.state_dict(), "epoch": 0, "step": 1})
 
 
 @check(10, "data of the other framework, and what is no data, is refused", flavours="once")
