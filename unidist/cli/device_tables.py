@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from unidist.hardware.records import Device, Devices, Host, Link, MigInstance
 
 UNKNOWN = "?"
+_MANY = 8  # of a GPU with more unknown values than that the table says it all
 
 
 def host_view(found: Devices) -> RenderableType:
@@ -45,12 +46,13 @@ def _variable(host: Host) -> str:
 
 
 def _gpu_table(found: Devices) -> Table:
-    table = Table("GPU", "CUDA", "name", "memory GiB", "load", "temp", "power W", "cc", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    name = Column("name", overflow="fold")  # a UUID is of use only as a whole
+    table = Table("GPU", "CUDA", name, "memory GiB", "load", "temp", "power W", "cc", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for gpu in found:
-        table.add_row(
-            str(gpu.index), cuda_number(gpu, found.host), _lines(gpu.name, gpu.uuid, gpu.pci_bus_id), _memory(gpu), _shown(gpu.utilization, " %"),
-            _shown(gpu.temperature, " C"), f"{_shown(gpu.power_draw)} of {_shown(gpu.power_limit)}", _capability(gpu),
-        )  # fmt: skip
+        power = f"{_shown(gpu.power_draw)} of {_shown(gpu.power_limit)}"
+        names = _lines(gpu.name, gpu.uuid, gpu.pci_bus_id)
+        number, load, temperature = cuda_number(gpu, found.host), _shown(gpu.utilization, " %"), _shown(gpu.temperature, " C")
+        table.add_row(str(gpu.index), number, names, _memory(gpu), load, temperature, power, _capability(gpu))
         for part in gpu.mig:
             place = f"{gpu.index} {_shown(part.gpu_instance)}/{_shown(part.compute_instance)}"
             table.add_row(place, cuda_number(part, found.host), _lines(part.name, part.uuid), _memory(part), *[""] * 4)
@@ -110,7 +112,8 @@ def reason_lines(found: Devices) -> Iterator[str]:
 
 def _collect(told: dict[str, list[str]], what: str, unknown: Mapping[str, str]) -> None:
     for reason in dict.fromkeys(unknown.values()):
-        told.setdefault(reason, []).append(f"{what} {', '.join(name for name, other in unknown.items() if other == reason)}")
+        names = [name for name, other in unknown.items() if other == reason]
+        told.setdefault(reason, []).append(what if len(names) > _MANY else f"{what} {', '.join(names)}")
 
 
 def gib(size: int | None) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Annotated
@@ -11,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from unidist.cli.device_tables import host_view
 from unidist.hardware.inventory import read_devices
@@ -78,10 +81,15 @@ def _watch(look: Look, as_json: bool, interval: float, quiet: bool) -> None:
             if not quiet:
                 _print(found, as_json, one_line=True)
             time.sleep(interval)
-    with Live(_view(look()), console=console, auto_refresh=False, vertical_overflow="crop", screen=True) as live:
-        while True:
-            time.sleep(interval)
-            live.update(_view(look()), refresh=True)
+    view = _timed(look(), interval)
+    try:
+        with Live(view, console=console, auto_refresh=False, vertical_overflow="crop", screen=True) as live:
+            while True:
+                time.sleep(interval)
+                view = _timed(look(), interval)
+                live.update(view, refresh=True)
+    finally:
+        console.print(view)  # the last look stays on the terminal
 
 
 def _print(found: list[Devices], as_json: bool, one_line: bool = False) -> None:
@@ -92,10 +100,16 @@ def _print(found: list[Devices], as_json: bool, one_line: bool = False) -> None:
         _console().print(_view(found))
 
 
+def _timed(found: list[Devices], interval: float) -> Group:
+    return Group(Text(f"{time.strftime('%H:%M:%S')}, every {interval:g} s, Ctrl-C ends", style="dim"), _view(found))
+
+
 def _view(found: list[Devices]) -> Group:
     return Group(*(host_view(host) for host in found))
 
 
 def _console() -> Console:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names may hold what a terminal of another encoding can't show
     console = Console(highlight=False)
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_WIDE)

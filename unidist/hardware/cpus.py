@@ -74,7 +74,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         top = root / "sys/fs/cgroup"
         if controller in controllers.split(","):
-            top = top / controller
+            top = next((folder for folder in (top / controller, top / controllers) if folder.is_dir()), top)
         elif controllers:
             continue
         own = top / path.lstrip("/")

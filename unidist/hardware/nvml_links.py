@@ -22,13 +22,11 @@ def read_links(nvml: Any, handles: list[Any], buses: list[str | None]) -> list[t
         return [((), {})] * len(handles)
     asked = [Questions(nvml) for _ in handles]
     ends = [_far_ends(questions, handle) for questions, handle in zip(asked, handles)]
-    return [
-        (
-            tuple(_link(asked[mine], handles, buses, ends, mine, other) for other in range(len(handles)) if other != mine),
-            asked[mine].unknown,
-        )
-        for mine in range(len(handles))
-    ]
+    found = []
+    for mine, questions in enumerate(asked):
+        others = [other for other in range(len(handles)) if other != mine]
+        found.append((tuple(_link(questions, handles, buses, ends, mine, other) for other in others), questions.unknown))
+    return found
 
 
 def _link(

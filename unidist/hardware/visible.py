@@ -57,7 +57,7 @@ def visible_places(variable: str | None, gpus: Sequence[Device]) -> list[Place]:
 
 def order_note(environ: Mapping[str, str], gpus: Sequence[Device]) -> str | None:
     """What has to be said where CUDA's numbers can't be told for sure: it puts the fastest GPU first, by a rule it keeps to itself."""
-    if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) < 2:
+    if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus if gpu.name is not None}) < 2:
         return None
     if environ.get(VARIABLE, "").startswith(("GPU-", "MIG-")):
         return None
