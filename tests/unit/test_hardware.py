@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent / "stand_in"
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (HERE / "nvml.c").read_text()
 GIB = 2**30
+DOCUMENTED = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "devices.md").read_text(), re.S))
 
 # Every function of the stand-in, refused in every way; all starts and ends are counted elsewhere.
 FUNCTIONS = sorted(set(re.findall(r"^int (nvml\w+)\(", SOURCE, re.M)) - {"nvmlInitWithFlags"})
@@ -72,6 +74,7 @@ SCENES = {
     "lost while watching": {"environ": {"STAND_IN_GPUS": "2", "STAND_IN_LOST": "1"}, "looks": 5, "before": "import ctypes; ctypes.CDLL('libnvidia-ml.so.1').forget_starts()"},  # noqa: E501
     **{f"start {name}": {"environ": {"STAND_IN_GPUS": "2", "STAND_IN_ERRORS": f"nvmlInitWithFlags={code}"}} for name, (code, _) in STARTS.items()},  # noqa: E501
     **{name: {"environ": EVERYTHING | {"STAND_IN_ERRORS": f"{function}={code}"}} for name, (function, code) in REFUSALS.items()},
+    "documentation": {"environ": {"STAND_IN_GPUS": "3"}, "before": DOCUMENTED},
     # The last ones change pynvml.
     "bytes": {"environ": {"STAND_IN_GPUS": "1"}, "before": "import pynvml\npynvml.nvmlDeviceGetName = lambda handle: b'\\xf8A'"},
     "old pynvml": {"environ": {"STAND_IN_GPUS": "1"}, "before": "import pynvml\ndel pynvml.nvmlDeviceGetMigMode, pynvml.nvmlDeviceGetEnforcedPowerLimit"},  # noqa: E501
@@ -195,6 +198,14 @@ def test_case_69_no_distutils():
     """play.py hides distutils and setuptools before it imports unidist, and nothing of unidist imports them."""
     for path in ROOT.glob("unidist*/**/*.py"):
         assert not re.search(r"^\s*(import|from) distutils", path.read_text(), re.M), path
+
+
+def test_the_documentation(played):
+    """Its code runs, to the end: no GPU of the stand-in is idle, so none is grabbed. Every field is in it."""
+    assert of(played, "documentation").host.cuda_visible_devices == ""
+    page = (ROOT / "docs" / "devices.md").read_text()
+    names = {field.name for record in (Device, Host) for field in fields(record)} - {"name", "ranks", "cpu_name"}
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_a_card_that_refuses_a_question(played):

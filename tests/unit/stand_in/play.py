@@ -3,6 +3,7 @@
 Reads {name: {"environ": {...}, "looks": n, "before": code}} and writes {name: [{"list": ..., "reason": ..., "calls": "is"}, ...]}.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -28,7 +29,9 @@ def play(scene, log):
         del os.environ[name]
     os.environ.update(scene.get("environ", {}), STAND_IN_LOG=str(log))
     if "before" in scene:
-        exec(scene["before"], {})
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(scene["before"], {})
+        log.unlink(missing_ok=True)
     return [look(log) for _ in range(scene.get("looks", 1))]
 
 
