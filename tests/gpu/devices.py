@@ -26,7 +26,7 @@ theirs = []
 for index in range(count.value):
     device, raw = ctypes.c_int(), (ctypes.c_char * 16)()
     cuda.cuDeviceGet(ctypes.byref(device), index)
-    getattr(cuda, "cuDeviceGetUuid_v2", cuda.cuDeviceGetUuid)(ctypes.byref(raw), device)
+    cuda.cuDeviceGetUuid_v2(ctypes.byref(raw), device)
     theirs.append(str(uuid.UUID(bytes=bytes(raw.raw))))
 print(json.dumps([[(name or "").split("-", 1)[-1] for name in ours], theirs, list(found.host.notes)]))
 """
