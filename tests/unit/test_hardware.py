@@ -54,6 +54,19 @@ STARTS = {
 EVERYTHING = {"STAND_IN_GPUS": "3", "STAND_IN_MIG": "1:2", "STAND_IN_NVLINK": "switch"}
 REFUSALS = {f"{function} {what}": (function, code) for function in FUNCTIONS for what, code in CODES.items()}
 
+
+def another_pynvml(source):
+    """Code after which a module of that name and source is imported."""
+    return (
+        "import importlib, pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[1]).parent\n"
+        f"(folder / 'pynvml.py').write_text({source!r})\n"
+        "sys.dont_write_bytecode, sys.path[:0] = True, [str(folder)]\n"
+        "sys.modules.pop('pynvml', None)\n"
+        "importlib.invalidate_caches()\n"
+    )
+
+
 SCENES = {
     "two": {"environ": {"STAND_IN_GPUS": "2", "CUDA_VISIBLE_DEVICES": "1,0"}},
     "hidden": {"environ": {"STAND_IN_GPUS": "2", "CUDA_VISIBLE_DEVICES": "GPU-abc00001"}},
@@ -78,8 +91,10 @@ SCENES = {
     # The last ones change pynvml.
     "bytes": {"environ": {"STAND_IN_GPUS": "1"}, "before": "import pynvml\npynvml.nvmlDeviceGetName = lambda handle: b'\\xf8A'"},
     "old pynvml": {"environ": {"STAND_IN_GPUS": "1"}, "before": "import pynvml\ndel pynvml.nvmlDeviceGetMigMode, pynvml.nvmlDeviceGetEnforcedPowerLimit"},  # noqa: E501
-    "broken pynvml": {"before": "import sys, types\nsys.modules['pynvml'] = None\nsys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod(lambda name, *a: (_ for _ in ()).throw(ImportError('no distutils')) if name == 'pynvml' else None)}))\ndel sys.modules['pynvml']"},  # noqa: E501
-    "no pynvml": {"before": "import sys\nsys.meta_path.pop(0)\nsys.modules['pynvml'] = None"},
+    "pynvml with distutils": {"before": another_pynvml("import distutils")},
+    "pynvml of Python 2": {"before": another_pynvml("print 'hello'")},
+    "another pynvml": {"before": another_pynvml("")},
+    "no pynvml": {"before": "import sys\nsys.modules['pynvml'] = None"},
 }  # fmt: skip
 
 
@@ -188,7 +203,9 @@ def test_case_68_a_driver_without_devices(played):
 
 def test_case_68_no_pynvml(played):
     assert "pip install 'unidist-train[devices]'" in of(played, "no pynvml").reason
-    assert "no distutils" in of(played, "broken pynvml").reason
+    assert "distutils" in of(played, "pynvml with distutils").reason
+    assert "pynvml can't be imported" in of(played, "pynvml of Python 2").reason
+    assert "is not nvidia-ml-py's" in of(played, "another pynvml").reason
     old = of(played, "old pynvml")[0]
     assert old.mig_enabled is None and old.power_limit is None and old.power_draw == 61.5
     assert "pip install -U nvidia-ml-py" in old.unknown["power_limit"] and "nvmlDeviceGetMigMode" in old.unknown["mig_enabled"]
@@ -224,6 +241,7 @@ def test_a_card_that_is_lost(played):
 def test_memory_of_older_drivers(played):
     """Without the newer question what the driver keeps counts as used."""
     gpu = of(played, "old memory")[0]
+    assert "too old" in of(played, "nvmlDeviceGetPowerUsage function not found")[0].unknown["power_draw"]
     assert (gpu.memory_total, gpu.memory_used, gpu.memory_free) == (40 * GIB, GIB + GIB // 2, 40 * GIB - GIB - GIB // 2)
 
 

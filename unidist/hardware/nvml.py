@@ -37,9 +37,11 @@ def read() -> Reading:
     """All GPUs, with everything that NVML tells about each. NVML is started before and shut down after."""
     try:
         nvml = importlib.import_module("pynvml")
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:  # the first releases were for Python 2
         absent = getattr(error, "name", None) == "pynvml"
         return Reading(reason=f"nvidia-ml-py is not installed: {INSTALL}" if absent else f"pynvml can't be imported: {error}")
+    if not hasattr(nvml, "nvmlInit"):
+        return Reading(reason=f"the module pynvml is not nvidia-ml-py's ({getattr(nvml, '__file__', None)}): {INSTALL}")
     questions = Questions(nvml)
     with _started(questions) as started:
         if not started:

@@ -27,7 +27,9 @@ class Questions:
         except UnicodeDecodeError as error:
             return error.object  # the bytes that the binding took for UTF-8
         except self._errors as error:
-            return self._none(names, _words(error), getattr(error, "value", None))
+            code = getattr(error, "value", None)
+            old = ", which this driver is too old for" if code == self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND else ""
+            return self._none(names, _words(error) + old, code)
 
     def not_supported(self, name: str) -> bool:
         """Whether that was refused because this card or this driver has no such thing; the reason is then dropped."""
