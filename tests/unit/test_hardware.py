@@ -80,6 +80,7 @@ SCENES = {
     "switch": {"environ": {"STAND_IN_GPUS": "3", "STAND_IN_NVLINK": "switch"}},
     "one refuses": {"environ": {"STAND_IN_GPUS": "2", "STAND_IN_ERRORS": "nvmlDeviceGetTemperature@1=3 nvmlDeviceGetPowerUsage@1=3"}},
     "one is lost": {"environ": {"STAND_IN_GPUS": "2", "STAND_IN_ERRORS": "nvmlDeviceGetHandleByIndex_v2@0=15"}},
+    "denied": {"environ": {"STAND_IN_GPUS": "4", "STAND_IN_ERRORS": "nvmlDeviceGetHandleByIndex_v2@1=4", "CUDA_VISIBLE_DEVICES": "1,2,3"}},
     "old memory": {"environ": {"STAND_IN_GPUS": "1", "STAND_IN_ERRORS": "nvmlDeviceGetMemoryInfo_v2=13"}},
     "no count": {"environ": {"STAND_IN_GPUS": "1", "STAND_IN_ERRORS": "nvmlDeviceGetCount_v2=999"}},
     "different": {"environ": {"STAND_IN_GPUS": "2", "STAND_IN_NAMES": "A|B"}},
@@ -236,6 +237,13 @@ def test_a_card_that_is_lost(played):
     first, second = of(played, "one is lost")
     assert first.uuid is None and first.memory_total is None and set(first.unknown.values()) == {"GPU is lost"}
     assert second.uuid is not None and second.links[0].num_nvlinks is None and not second.unknown
+
+
+def test_a_card_that_this_process_may_not_use(played):
+    """The driver counts it, CUDA doesn't: the others' numbers go on without it."""
+    found = of(played, "denied")
+    assert [gpu.index for gpu in found] == [0, 1, 2, 3] and [gpu.visible_index for gpu in found] == [None, None, 0, 1]
+    assert found[1].unknown["name"] == "Insufficient Permissions"
 
 
 def test_memory_of_older_drivers(played):

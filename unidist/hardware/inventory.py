@@ -45,8 +45,11 @@ def read_devices(environ: Mapping[str, str] | None = None) -> Devices:
     reading = nvml.read()
     found = reading.devices if reading.asked else _without_nvml(reading.reason or "")
     variable = environ.get(VARIABLE)
-    numbered = _numbered(found, visible_places(variable, found))
-    return Devices(numbered, _host(reading, variable, order_note(environ, found)))
+    # A container or Slurm can deny GPUs that the driver still counts; CUDA's numbers pass over them.
+    denied = [gpu for gpu in found if gpu.index in reading.denied]
+    usable = [gpu for gpu in found if gpu.index not in reading.denied]
+    numbered = [*denied, *_numbered(usable, visible_places(variable, usable))]
+    return Devices(sorted(numbered, key=lambda gpu: gpu.index), _host(reading, variable, order_note(environ, usable)))
 
 
 def _without_nvml(reason: str) -> list[Device]:

@@ -23,13 +23,14 @@ _MEMORY = ("memory_total", "memory_used", "memory_free")
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at all GPUs. reason: why there is none, or why NVML could not be asked."""
+    """One look at all GPUs. reason: why there is none, or why NVML could not be asked. denied: GPUs that this process may not use."""
 
     devices: list[Device] = field(default_factory=list)
     driver_version: str | None = None
     cuda_version: str | None = None
     reason: str | None = None
     asked: bool = False
+    denied: frozenset[int] = frozenset()
     unknown: dict[str, str] = field(default_factory=dict)
 
 
@@ -93,6 +94,7 @@ def _read_all(questions: Questions) -> Reading:
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda is not None else None,
         reason=reason,
         asked=count is not None,
+        denied=frozenset(i for i, own in enumerate(asked) if own.codes.get("handle") == own.nvml.NVML_ERROR_NO_PERMISSION),
         unknown=questions.unknown,
     )
 

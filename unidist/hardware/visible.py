@@ -3,8 +3,8 @@
 The list ends at the first entry that names no device, and an entry that comes twice leaves no device at all. The first entry
 decides what the list holds: "GPU-" or "MIG-" at the very beginning makes it one of UUIDs, exact or cut short, and anything
 else one of numbers, each read as C's strtol does ("1st" is 1). CUDA's own description:
-https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html; what it leaves open is taken
-from torch.cuda, which has to agree with CUDA. MIG: https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
+https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html; what it leaves open is read as
+torch.cuda reads it, which counts devices by it. MIG: https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
 """
 
 from __future__ import annotations
