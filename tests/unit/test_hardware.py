@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -21,8 +22,9 @@ from typer.testing import CliRunner
 from unidist.cli.app import app
 from unidist.cli.device_tables import cuda_number
 from unidist.hardware import cpus, kernel_files
-from unidist.hardware.cluster import merge_views
+from unidist.hardware.cluster import gather_devices, merge_views
 from unidist.hardware.records import Device, Devices, Host, MigInstance, text
+from unidist.world import World
 
 HERE = Path(__file__).parent / "stand_in"
 ROOT = Path(__file__).resolve().parents[2]
@@ -391,6 +393,22 @@ def test_all_hosts_of_a_job(library, tmp_path):
     (row,) = json.loads(done.stdout)
     host = Devices.from_dict(row)
     assert host.host.ranks == (0, 1) and [gpu.visible_to for gpu in host] == [((0, 0),), ((1, 0),), ()]
+
+
+def test_hosts_are_told_apart_whatever_way_ranks_are_dealt_out():
+    """Ranks 0 and 2 on one host, 1 on another of the same node number: by host name too."""
+
+    def view(node, name, number):
+        found = seen(number, uuids=(f"GPU-{name}",))
+        return json.dumps({"node": node, **Devices(found, replace(found.host, name=name)).to_dict()})
+
+    rows = [view(0, "a", 0), view(0, "b", 0), view(0, "a", 0)]
+    control = SimpleNamespace(hosts=["a", "b", "a"], gather=lambda name, payload: rows)
+    hosts = gather_devices(control, World(1, 3, 0, 1))
+    assert [(found.host.name, found.host.ranks, found[0].visible_to) for found in hosts] == [
+        ("a", (0, 2), ((0, 0), (2, 0))),
+        ("b", (1,), ((1, 0),)),
+    ]
 
 
 def test_numbers_in_a_job_are_shown_in_short():

@@ -72,6 +72,34 @@ def test_gpus_that_are_split(variable, expected):
     assert visible_places(variable, MIXED) == expected
 
 
+EIGHT = [Device(i, uuid=f"GPU-{start}", mig_enabled=False) for i, start in enumerate(
+    ("5a88edbe-90c4", "7d1a2244-bfa3", "121d0000-0001", "0c519389-096c", "44440000-0001", "55550000-0001", "66660000-0001", "77770000-0001")
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variable", "count"),
+    [
+        ("0,1,2,3,4,5,6,7", 8),
+        ("0,1,2,3,-1,5,6,7", 4),
+        ("0,1,2,3,-1,0,6,7", 4),
+        ("GPU-5a88edbe-90c4", 1),
+        ("GPU-5a88edbe", 1),
+        ("GPU-5a88edbe,GPU-7d1a2244-,GPU-121d,GPU-0c519389-096c", 4),
+    ],
+)
+def test_what_was_measured_with_cuda_on_eight_gpus(variable, count):
+    """The counts of the CUDA runtime in https://github.com/pytorch/pytorch/pull/92315 (2023-01-18)."""
+    assert len(visible_places(variable, EIGHT)) == count
+
+
+@pytest.mark.parametrize("variable", [None, "0", "MIG-89c850dc,MIG-f2b5fbbd"])
+def test_what_was_measured_with_cuda_on_a_split_gpu(variable):
+    """One instance in any case (the same source)."""
+    gpu = split(0, (1, "MIG-89c850dc-38e3"), (2, "MIG-f2b5fbbd-850e"))
+    assert visible_places(variable, [gpu]) == [(0, 0)]
+
+
 def test_names_of_old_drivers_and_instances_ten_and_one():
     """Drivers before R470 give the name with numbers as the UUID; instance 1/0 is not taken for 1/01, nor 1 for 11."""
     name = f"MIG-{UUIDS[1]}"

@@ -4,7 +4,7 @@ The list ends at the first entry that names no device, and an entry that comes t
 decides what the list holds: "GPU-" or "MIG-" at the very beginning makes it one of UUIDs, exact or cut short, and anything
 else one of numbers, each read as C's strtol does ("1st" is 1). CUDA's own description:
 https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html; what it leaves open is read as
-torch.cuda reads it, which counts devices by it. MIG: https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
+torch.cuda reads it (measured with CUDA: https://github.com/pytorch/pytorch/pull/92315). MIG: https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
 """
 
 from __future__ import annotations
