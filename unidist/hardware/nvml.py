@@ -14,7 +14,7 @@ from typing import Any
 from unidist.hardware.kernel_files import bus_id
 from unidist.hardware.nvml_links import read_links
 from unidist.hardware.nvml_questions import Questions
-from unidist.hardware.records import Device, GpuProcess, MigInstance, text
+from unidist.hardware.records import READINGS, Device, GpuProcess, MigInstance, text
 
 INSTALL = "pip install 'unidist-train[devices]'"
 _NO_INSTANCE = 0xFFFFFFFF
@@ -107,7 +107,7 @@ def _with_links(nvml: Any, devices: list[Device], handles: list[Any]) -> list[De
 def _device(questions: Questions, index: int, handle: Any) -> Device:
     if handle is None:
         reason = questions.unknown["handle"]
-        return Device(index, unknown={name: reason for name in (*_READ, "mig_enabled")})
+        return Device(index, unknown={name: reason for name in READINGS})
 
     def ask(function: str, *names: str, more: tuple[Any, ...] = ()) -> Any:
         return questions.ask(function, *names, arguments=(handle, *more))
@@ -133,11 +133,6 @@ def _device(questions: Questions, index: int, handle: Any) -> Device:
         processes=_processes(questions, [part for part, _ in instances] or [handle]),
         unknown=questions.unknown,
     )
-
-
-_READ = (
-    "name", "uuid", "pci_bus_id", *_MEMORY, "utilization", "temperature", "power_draw", "power_limit", "compute_capability", "processes",
-)  # fmt: skip
 
 
 def _memory(questions: Questions, handle: Any) -> dict[str, Any]:
