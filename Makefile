@@ -31,7 +31,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,horovod,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,devices,horovod,dev]'
 	touch $@
 
 clean:

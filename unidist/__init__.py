@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from unidist.facts import (
         world_size as world_size,
     )
+    from unidist.hardware.inventory import devices as devices
     from unidist.messages import (
         is_main_process as is_main_process,
     )
@@ -170,6 +171,7 @@ _MODULES = {
     "errors": "CollectiveTimeoutError FrameworkMismatchError LaunchError MismatchError MissingDependencyError "
     "NotInitializedError PeerFailedError UnidistError UnknownBackendError UnsupportedError",
     "facts": "backend device framework local_rank local_world_size node_rank num_replicas rank world_size",
+    "hardware.inventory": "devices",
     "messages": "is_main_process main_process_first main_process_only print",
     "objects": "assert_replicas_equal get_weights native scope set_weights wrap_model wrap_optimizer",
     "steps": "Mean accumulate backward clip_gradients data_shard evaluate gather_predictions make_train_step predict "

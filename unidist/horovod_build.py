@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unidist.errors import LaunchError
+from unidist.hardware.cpus import num_cores
 from unidist.horovod_pip import install_missing, pip_command, run_installer
 from unidist.horovod_source import (
     CUDA_SETTINGS,
@@ -166,11 +167,6 @@ def find_nccl() -> Path | None:
         if distribution is not None:
             return Path(str(distribution.locate_file("nvidia/nccl")))
     return None
-
-
-def num_cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_logged(command: Sequence[str], environment: dict[str, str], log: Path, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""On a machine with GPUs, in one call: the contract on every usable backend, then what a step costs above raw DDP.
+"""On a machine with GPUs, in one call: devices against CUDA's and torch's, the contract on every backend, a step's cost above raw DDP.
 
     python tests/gpu/check.py
 
@@ -14,6 +14,8 @@ UNIDIST = [sys.executable, "-m", "unidist"]
 COMMANDS = (
     [*UNIDIST, "env"],
     [*UNIDIST, "backends"],
+    [*UNIDIST, "devices"],
+    [sys.executable, str(ROOT / "tests" / "gpu" / "devices.py")],
     [*UNIDIST, "test"],  # every usable backend, on all visible GPUs
     [*UNIDIST, "demo", "--epochs", "3"],
     [sys.executable, str(ROOT / "benchmarks" / "step.py")],

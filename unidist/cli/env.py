@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 
 from unidist import frameworks
-from unidist.launchers.cores import num_cores
+from unidist.hardware.cpus import num_cores
 from unidist.launchers.gpus import num_visible_gpus
 from unidist.version import __version__
 from unidist.world import explain_world

@@ -1,19 +1,19 @@
 """How many GPUs this process may use, found without a framework and without the driver's library."""
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from unidist.errors import LaunchError
+from unidist.hardware.kernel_files import num_device_files
+from unidist.hardware.visible import VARIABLE, num_listed
 
 
-def num_visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """The entries of CUDA_VISIBLE_DEVICES, else the driver's device files."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-    return _usable([entry.strip() for entry in chosen.split(",")])
+def num_visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """What CUDA_VISIBLE_DEVICES shows of the GPUs that have a device file; without the variable all of them."""
+    present = num_device_files(root)
+    variable = environ.get(VARIABLE)
+    return present if variable is None else num_listed(variable, present)
 
 
 def pick(local_rank: int, local_size: int, count: int) -> int:
@@ -26,11 +26,3 @@ def pick(local_rank: int, local_size: int, count: int) -> int:
             "(CUDA_VISIBLE_DEVICES)"
         )
     return local_rank
-
-
-def _usable(entries: list[str]) -> int:
-    """CUDA reads the list up to the first entry that names no device (empty, -1, NoDevFiles)."""
-    for number, entry in enumerate(entries):
-        if not re.match(r"\d+$|GPU-|MIG-", entry):
-            return number
-    return len(entries)

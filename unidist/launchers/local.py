@@ -14,8 +14,8 @@ from pathlib import Path
 
 from unidist.control_server import Server
 from unidist.errors import LaunchError
+from unidist.hardware.cpus import num_cores
 from unidist.launchers import processes
-from unidist.launchers.cores import num_cores
 from unidist.launchers.job import Job
 from unidist.launchers.output import Output
 from unidist.launchers.signals import collected, terminal_kept

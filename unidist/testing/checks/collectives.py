@@ -325,3 +325,13 @@ def once_per_job(bench: Bench) -> None:
     compare.same(calls, (["only"] if bench.rank == 0 else []) + ["first"], "what ran here")
     compare.same(unidist.is_main_process(), bench.rank == 0, "is_main_process")
     compare.same((unidist.rank(), unidist.world_size()), (bench.rank, bench.size), "rank and world_size")
+
+
+@check(8, "devices(cluster=True): the same on all ranks, each host once, each rank on one host", flavours="once")
+def devices(bench: Bench) -> None:
+    hosts = unidist.devices(cluster=True)
+    compare.same(sorted(rank for found in hosts for rank in found.host.ranks), list(range(bench.size)), "the ranks of all hosts")
+    texts = unidist.all_gather_object([found.to_dict() for found in hosts])
+    compare.true(all(text == texts[0] for text in texts), "every rank has the same list")
+    mine = next(found for found in hosts if bench.rank in found.host.ranks)
+    compare.same([gpu.uuid for gpu in mine], [gpu.uuid for gpu in unidist.devices()], "the GPUs of this host")
