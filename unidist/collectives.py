@@ -60,7 +60,7 @@ def all_gather(x: Any, *, group: Group | str | None = None, grad: bool = False) 
 
     x: a tensor, array or number, or a nest of them; a number or 0-d tensor becomes one row. First dimensions may
     differ between ranks (also 0), the others and dtypes may not: MismatchError on all ranks. group: only these ranks take part
-    and call it. grad: let gradients flow through.
+    and call it. grad: let gradients flow through; the row that an empty share borrowed is left out with `outputs[:data.share.size]`.
     """
     call = Call("all_gather", group)
     if grad:

@@ -180,5 +180,9 @@ class Horovod(TFBackend):
         tensor = self._grad_value(name, tensor, len(members(self, group)), **arguments)
         if len(members(self, group)) == 1:
             return tf.identity(tensor)
+        if tensor.dtype.is_complex:  # Horovod has none; both parts travel as one tensor
+            parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
+            moved = self._grad_collective(name, parts, group=group, **arguments)
+            return tf.complex(moved[..., 0], moved[..., 1])
         with self._bounded(f"{name}(grad=True)"):
             return getattr(differentiable, name)(tensor, *arguments.values(), self._later_scale(), self._ranks(group))

@@ -1,7 +1,8 @@
 """Collectives through which gradients flow as on one device: the total loss is the mean of the ranks' losses.
 
 Each rank's backward leaves the gradient of its own loss, of which the mean over ranks is the total's; so what a rank gets for
-its own value is the sum of what all ranks ask of it.
+its own value is the sum of what all ranks ask of it. Where plain backward passes of uneven shares scale the parameters'
+gradients later (`parameter_scale`), what is asked travels multiplied by the asking rank's scale and arrives divided by one's own.
 """
 
 from __future__ import annotations
@@ -60,6 +61,16 @@ def _all_to_all(call: Call, tensor: torch.Tensor, table: Table) -> torch.Tensor:
     return tensor.clone() if call.size == 1 else call.backend._all_to_all(as_tensor(tensor), table, **call.options)  # type: ignore[no-any-return]
 
 
+def _sent(call: Call, gradient: torch.Tensor) -> torch.Tensor:
+    scale = call.backend.shares.parameter_scale
+    return gradient if scale == 1.0 else gradient * scale if scale else torch.zeros_like(gradient)
+
+
+def _arrived(call: Call, gradient: torch.Tensor) -> torch.Tensor:
+    scale = call.backend.shares.parameter_scale
+    return gradient if scale == 1.0 else gradient / scale if scale else torch.zeros_like(gradient)
+
+
 class _AllReduce(torch.autograd.Function):
     """y = sum or mean of x over ranks; each rank's x gets the sum or mean of what all ranks ask of y."""
 
@@ -70,7 +81,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _all_reduce(ctx.call, gradients[0], ctx.op), None, None
+        return _arrived(ctx.call, _all_reduce(ctx.call, _sent(ctx.call, gradients[0]), ctx.op)), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -83,7 +94,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        joined = _all_gather(ctx.call, gradients[0], ctx.sizes)
+        joined = _arrived(ctx.call, _all_gather(ctx.call, _sent(ctx.call, gradients[0]), ctx.sizes))
         return joined / ctx.call.size if ctx.op == "mean" else joined, None, None
 
 
@@ -97,7 +108,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _reduce_scatter(ctx.call, gradients[0], "sum", ctx.sizes), None, None
+        return _arrived(ctx.call, _reduce_scatter(ctx.call, _sent(ctx.call, gradients[0]), "sum", ctx.sizes)), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -111,4 +122,4 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         back = [list(column) for column in zip(*ctx.table)]
-        return _all_to_all(ctx.call, gradients[0], back), None, None
+        return _arrived(ctx.call, _all_to_all(ctx.call, _sent(ctx.call, gradients[0]), back)), None, None

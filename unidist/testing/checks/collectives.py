@@ -14,7 +14,8 @@ from unidist.testing.table import check, exchanges_in_apply, several_processes
 
 _SEVERAL = (several_processes,)
 _DTYPES = (
-    "bool", "uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float8_e4m3fn", "float8_e5m2", "float16", "bfloat16",
+    "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
 
 
