@@ -17,7 +17,7 @@ _SMALL = (tf.int8, tf.int16, tf.uint8, tf.uint16, tf.uint32, tf.uint64)
 
 
 def as_tensor(leaf: Any) -> tf.Tensor:
-    """A tensor of a number, NumPy array or scalar, tensor or variable (also Keras'); the same dtype.
+    """A tensor of a number, NumPy array or scalar, tensor or variable (also Keras'); the same dtype, no gradient flows through it.
 
     Raises UnsupportedError inside a traced function, TypeError for anything else, strings among them.
     """
@@ -26,7 +26,7 @@ def as_tensor(leaf: Any) -> tf.Tensor:
         raise UnsupportedError(
             "collectives are called from Python, not inside a traced function; there, use grad=True, or unidist.reduce_gradients"
         )
-    return tensor
+    return tf.stop_gradient(tensor)
 
 
 def _converted(leaf: Any) -> tf.Tensor:

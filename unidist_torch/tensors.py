@@ -45,8 +45,8 @@ def _of_tensor(leaf: torch.Tensor) -> torch.Tensor:
             f"a collective takes tensors that hold all their values themselves, not a {type(leaf).__name__}: give it full_tensor(), to_local() "
             "or dequantize()"
         )
-    plain = leaf.detach().as_subclass(torch.Tensor)
-    return (plain if plain.layout is torch.strided else plain.to_dense()).resolve_conj().resolve_neg().contiguous()
+    dense = leaf.detach() if leaf.layout is torch.strided else leaf.detach().to_dense()
+    return dense.as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous()
 
 
 def _of_array(leaf: Any) -> torch.Tensor:
@@ -99,7 +99,12 @@ def as_array(tensor: torch.Tensor) -> Any:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as a flat uint8 tensor."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    flat = tensor.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # a single value out of others counts as contiguous with any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -261,13 +262,21 @@ def objects(bench: Bench) -> None:
     compare.same(
         (found["name"], found["rows"], found["array"].tolist(), found["none"]), ("a thing", [0, 1, 2, 3, 4], [0, 1, 2], None), "the object"
     )
-    big = bytes(1 << 20) + b"end" if bench.rank == 0 else None
+    big, started = bytes(1 << 26) + b"end" if bench.rank == 0 else None, time.monotonic()
     compare.same(unidist.broadcast_object(big)[-3:], b"end", "the end of a large object")
+    compare.true(time.monotonic() - started < 20.0, "64 MB travel within seconds")
     compare.true(unidist.broadcast_object(None) is None, "None itself travels")
     compare.same(
         unidist.all_gather_object("x" * (bench.rank * 1000)), ["x" * (k * 1000) for k in range(bench.size)], "objects of different sizes"
     )
     compare.same(unidist.all_gather_object({bench.rank: None}), [{k: None} for k in range(bench.size)], "every rank's object")
+
+
+class Unwilling:
+    """An object whose own pickling fails, as it likes."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("it will not")
 
 
 @check(8, "an object that can't be pickled raises on all ranks, and the next call works", flavours="once")
@@ -276,6 +285,8 @@ def unpicklable(bench: Bench) -> None:
         unidist.broadcast_object((lambda: None) if bench.rank == 0 else None)
     with compare.raises(TypeError, f"rank {bench.size - 1}", "pickled"):
         unidist.all_gather_object((lambda: None) if bench.rank == bench.size - 1 else 1)
+    with compare.raises(TypeError, "rank 0", "will not"):
+        unidist.broadcast_object(Unwilling() if bench.rank == 0 else None)
     compare.same(unidist.all_gather_object(bench.rank), list(range(bench.size)), "the next call")
 
 
