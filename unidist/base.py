@@ -246,7 +246,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        """`_all_reduce` (`op`), `_all_gather`, `_reduce_scatter` (`op`), `_all_to_all` (`sizes`), through which gradients flow as on one device.
+        """`_all_reduce` (`op`), `_all_gather`, `_reduce_scatter` (`op`), `_all_to_all` (`sizes`) with one device's gradients.
 
         It compares shapes and dtypes itself; each gets `group` when only some ranks take part. Raises UnsupportedError for those
         that the engine has no gradient for.

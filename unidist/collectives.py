@@ -20,8 +20,8 @@ def all_reduce(x: Any, op: str = "mean", *, group: Group | str | None = None, gr
     """`x` reduced over all ranks, each of which must call it; a new value of the same type, dtype and device everywhere.
 
     x: a tensor, array or number of any shape, or a nest of them (dict, list, tuple). op: "mean", "sum", "max", "min" or
-    "product"; half and 8-bit floats are added and multiplied in float32 and rounded once, integers wrap around like NumPy's. group: only these
-    ranks take part and call it. grad: let gradients flow through, as on one device; otherwise the result is detached.
+    "product"; half and 8-bit floats are added and multiplied in float32 and rounded once, integers wrap around like NumPy's.
+    group: only these ranks take part and call it. grad: let gradients flow through, as on one device; otherwise the result is detached.
     Raises TypeError for the mean of integers or booleans (cast, or sum), MismatchError on all ranks when shapes or dtypes
     differ, CollectiveTimeoutError when a rank does not come.
     """
@@ -108,7 +108,9 @@ def broadcast(obj: Any, root: int = 0, *, group: Group | str | None = None) -> A
     _check_root(call, root)
     if call.backend._has_state(obj):
         if call.size < call.backend.world.size:
-            raise UnsupportedError("models, optimizers and their like are broadcast to all ranks, so that replicas stay equal: leave group out")
+            raise UnsupportedError(
+                "models, optimizers and their like are broadcast to all ranks, so that replicas stay equal: leave group out"
+            )
         call.backend._same_start(obj, root)
         return obj
     leaves, _ = call.agree(lambda: call.leaves(obj))

@@ -14,11 +14,11 @@ import tensorflow as tf
 from unidist.agreement import Models
 from unidist.base import Backend, Step, StepOptions
 from unidist.batch import Share
-from unidist.collectives import piece_sizes
 from unidist.cli.identity import check_not_modin
+from unidist.collectives import piece_sizes
 from unidist.data import Source
-from unidist.groups import Group
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
+from unidist.groups import Group
 from unidist_keras.counting import check_keras
 from unidist_keras.names import check_built
 from unidist_tf import gradients as grads

@@ -10,7 +10,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from unidist_tf.tensors import as_bytes, as_dtype, from_bytes, widen
+from unidist_tf.tensors import as_bytes, from_bytes, widen
 
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "max": hvd.Max, "min": hvd.Min, "product": hvd.Product}
 _REDUCE = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "max": tf.reduce_max, "min": tf.reduce_min, "product": tf.reduce_prod}
@@ -67,7 +67,7 @@ def gather_rows(tensor: tf.Tensor, ranks: Any = ALL) -> tf.Tensor:
 
 
 def all_reduce(tensor: tf.Tensor, op: str, ranks: Any = ALL) -> tf.Tensor:
-    """Over the ranks of a process set, eagerly, for any numeric dtype: some travel as a wider one, the rest is gathered and reduced here."""
+    """Over the ranks of a process set, eagerly, for any numeric dtype: some travel wider, the rest is gathered and reduced here."""
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
     if tensor.dtype.is_complex or tensor.dtype == tf.uint64:

@@ -18,8 +18,8 @@ from unidist.batch import Share
 from unidist.cli.identity import check_not_modin
 from unidist.collectives import broadcast_object
 from unidist.data import Source
-from unidist.groups import Group, position
 from unidist.errors import FrameworkMismatchError, MismatchError, PeerFailedError, UnidistError, UnsupportedError
+from unidist.groups import Group, position
 from unidist_torch import differentiable, evaluation, state, tensors
 from unidist_torch.data import read_source
 from unidist_torch.devices import local_device

@@ -42,8 +42,8 @@ def _of_number(leaf: Any) -> torch.Tensor:
 def _of_tensor(leaf: torch.Tensor) -> torch.Tensor:
     if hasattr(leaf, "__tensor_flatten__") or leaf.is_quantized:
         raise TypeError(
-            f"a collective takes tensors that hold all their values themselves, not a {type(leaf).__name__}: give it full_tensor(), to_local() "
-            "or dequantize()"
+            f"a collective takes tensors that hold all their values themselves, not a {type(leaf).__name__}: give it full_tensor(), "
+            "to_local() or dequantize()"
         )
     dense = leaf.detach() if leaf.layout is torch.strided else leaf.detach().to_dense()
     return dense.as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous()

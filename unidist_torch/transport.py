@@ -43,7 +43,7 @@ class Transport(ABC):
         """The transport between these ranks of the job, which all ranks ask for in one order; `name` is the same on all of them."""
         raise UnsupportedError("this backend has no groups of ranks: leave group out, so that all ranks take part")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most transports hold nothing
         """End what `subgroup` made for this one; every rank calls it."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:

@@ -172,7 +172,8 @@ def arrays(bench: Bench) -> None:
     for what, mine in layouts.items():
         truth = [base + k for k in range(n)]
         for name, found, expected in (
-            ("all_reduce", unidist.all_reduce(mine, "sum"), np.sum(truth, 0)), ("all_gather", unidist.all_gather(mine), np.concatenate(truth)),
+            ("all_reduce", unidist.all_reduce(mine, "sum"), np.sum(truth, 0)),
+            ("all_gather", unidist.all_gather(mine), np.concatenate(truth)),
             ("broadcast", unidist.broadcast(mine, n - 1), truth[-1]), ("reduce_scatter", unidist.reduce_scatter(mine, "max"), None),
             ("all_to_all", unidist.all_to_all(mine), None),
         ):  # fmt: skip
@@ -195,7 +196,9 @@ def kinds_of_tensors(bench: Bench) -> None:
     compare.true(type(found) is torch.Tensor and not found.requires_grad, "a Parameter gives a plain tensor without gradient")
     compare.same(bench.array(found).tolist(), [(n + 1) / 2] * 2, "its mean")
     images = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last) + r
-    compare.same(unidist.all_reduce(images, "sum").tolist(), (torch.arange(24.0).reshape(1, 2, 3, 4) * n + sum(range(n))).tolist(), "images")
+    compare.same(
+        unidist.all_reduce(images, "sum").tolist(), (torch.arange(24.0).reshape(1, 2, 3, 4) * n + sum(range(n))).tolist(), "images"
+    )
     for call in (unidist.broadcast, unidist.all_reduce, unidist.all_gather):
         compare.same(call(torch.tensor([1 + 2j]).conj())[0].item(), 1 - 2j, f"{call.__name__} of a conjugate")
         compare.same(call(torch.tensor([1 + 2j]).conj().imag)[0].item(), -2.0, f"{call.__name__} of a negative view")
@@ -212,14 +215,17 @@ def empty(bench: Bench) -> None:
         mine = bench.tensor(np.zeros((1, 0, 2), np.float32), dtype)
         calls: list[tuple[Any, tuple[int, ...]]] = [
             (unidist.all_reduce(mine, "max"), (1, 0, 2)), (unidist.broadcast(mine), (1, 0, 2)), (unidist.all_gather(mine), (n, 0, 2)),
-            (unidist.reduce_scatter(mine, "max"), (int(bench.rank == 0), 0, 2)), (unidist.all_to_all(mine), (n if bench.rank == 0 else 0, 0, 2)),
+            (unidist.reduce_scatter(mine, "max"), (int(bench.rank == 0), 0, 2)),
+            (unidist.all_to_all(mine), (n if bench.rank == 0 else 0, 0, 2)),
         ]  # fmt: skip
         for found, shape in calls:
             compare.same((bench.dtype(found), tuple(found.shape)), (dtype, shape), "dtype and shape")
         one = bench.tensor(np.ones((0 if bench.rank == 0 and n > 1 else 2, 3), np.float32), dtype)
         rows = 2 * max(n - 1, 1)
         compare.same(bench.numbers(unidist.all_gather(one)).tolist(), [[1.0] * 3] * rows, "rows where rank 0 has none")
-        compare.same(tuple(unidist.all_to_all(one, sizes=[0] * (n - 1) + [len(one)]).shape), (rows if bench.rank == n - 1 else 0, 3), "its rows")
+        compare.same(
+            tuple(unidist.all_to_all(one, sizes=[0] * (n - 1) + [len(one)]).shape), (rows if bench.rank == n - 1 else 0, 3), "its rows"
+        )
 
 
 @check(8, "all_gather of (2 + rank, 3), of (0, 3), and of trailing dimensions that differ", number=56, flavours="once")

@@ -65,7 +65,9 @@ def exchanged_dtypes(bench: Bench) -> None:
         mine = bench.tensor(ranks[r].astype("float32" if "float" in dtype else dtype), dtype)
         found = unidist.all_to_all(mine)
         compare.same((bench.dtype(found), tuple(found.shape)), (dtype, (2 * n,)), f"dtype and shape of all_to_all of {dtype}")
-        compare.same(bench.numbers(found).tolist(), np.concatenate([k[2 * r : 2 * r + 2] for k in ranks]).tolist(), f"all_to_all of {dtype}")
+        compare.same(
+            bench.numbers(found).tolist(), np.concatenate([k[2 * r : 2 * r + 2] for k in ranks]).tolist(), f"all_to_all of {dtype}"
+        )
         op = "max" if dtype == "bool" else "sum"
         whole = np.max(ranks, 0) if dtype == "bool" else np.sum(ranks, 0)
         found = unidist.reduce_scatter(mine, op)
@@ -73,7 +75,13 @@ def exchanged_dtypes(bench: Bench) -> None:
         compare.same(bench.numbers(found).tolist(), whole[2 * r : 2 * r + 2].tolist(), f"reduce_scatter of {dtype}")
 
 
-@check(8, "what doesn't fit together, or can't be cut, raises on every rank, and the next call works", flavours="once", needs=_SEVERAL, few=True)
+@check(
+    8,
+    "what doesn't fit together, or can't be cut, raises on every rank, and the next call works",
+    flavours="once",
+    needs=_SEVERAL,
+    few=True,
+)
 def exchange_mismatches(bench: Bench) -> None:
     first, n = bench.rank == 0, bench.size
     two, three = np.zeros((n, 2)), np.zeros((n, 3))

@@ -71,7 +71,9 @@ def group_arguments(bench: Bench) -> None:
     compare.same(unidist.all_reduce(1, "sum", group="replicas"), n, 'the group "replicas"')
 
 
-@check(8, "a group's values that don't fit together raise in it, and a root outside it", flavours="once", needs=(several_processes, has_groups))
+@check(
+    8, "a group's values that don't fit together raise in it, and a root outside it", flavours="once", needs=(several_processes, has_groups)
+)
 def group_mismatches(bench: Bench) -> None:
     group = unidist.new_group(range(bench.size))
     first = bench.rank == 0
