@@ -292,3 +292,11 @@ def waits(bench: Bench) -> None:
         compare.true(bench.rank == late or time.monotonic() - started < patience + 3.0, f"{name} ended in time")
     compare.same(unidist.all_reduce(1, "sum", group=group), bench.size, "the next collective of the group")
     compare.same(unidist.all_reduce(1, "sum"), bench.size, "the next collective")
+
+
+@check(8, "an object of 64 MB travels within seconds", number=61, flavours="once")
+def large_object(bench: Bench) -> None:
+    mine, started = bytes(1 << 26) + b"end" if bench.rank == 0 else None, time.monotonic()
+    found = unidist.broadcast_object(mine)
+    compare.same((len(found), found[-3:]), ((1 << 26) + 3, b"end"), "its size and its end")
+    compare.true(time.monotonic() - started < 20.0, "it came within seconds")
