@@ -63,11 +63,23 @@ def detached_in_tape(bench: Bench) -> None:
         _train(bench, np.ones((2 * bench.replicas, 1)), lambda model, x: unidist.all_reduce(bench.ops().mean(model(x))))
 
 
-def _contrastive(bench: Bench, rows: Any) -> Any:
-    """Mean over i of log sum_j exp(z_i z_j) - z_i z_i."""
+def _contrastive(bench: Bench, rows: Any, others: Any) -> Any:
+    """Mean over the rows i of log sum_j exp(z_i z_j) - z_i z_i, with j over the others."""
     ops = bench.ops()
-    logits = rows * ops.reshape(rows, (1, -1))
+    logits = rows * ops.reshape(others, (1, -1))
     return ops.mean(ops.log(ops.sum(ops.exp(logits), 1)) - ops.sum(rows * rows, 1))
+
+
+def _own_rows(bench: Bench, model: Any, x: Any) -> Any:
+    """The loss of this share's rows against all, which differs from rank to rank."""
+    rows = model(x)
+    return _contrastive(bench, rows, unidist.all_gather(rows, grad=True))
+
+
+def _all_rows(bench: Bench, model: Any, x: Any) -> Any:
+    """The loss of all rows, the same on all ranks."""
+    rows = unidist.all_gather(model(x), grad=True)
+    return _contrastive(bench, rows, rows)
 
 
 def _after_contrastive(values: Any) -> float:
@@ -89,8 +101,9 @@ _SHARES = {"even": "even", "uneven": "uneven"}
 @check(8, "a contrastive loss over gathered embeddings trains as on one device", number=77, cases=_SHARES)
 def contrastive(bench: Bench, case: str) -> None:
     values = _embeddings(bench, case)
-    found = _train(bench, values, lambda model, x: _contrastive(bench, unidist.all_gather(model(x), grad=True)))
-    bench.close(found, _after_contrastive(values), "the weight")
+    for loss in (_all_rows, _own_rows) if case == "uneven" else (_all_rows,):
+        found = _train(bench, values, lambda model, x, loss=loss: loss(bench, model, x))
+        bench.close(found, _after_contrastive(values), f"the weight by {loss.__name__}")
 
 
 @check(8, "a contrastive loss and plain backward", number=77, cases=_SHARES, flavours="native", needs=(exchanges_in_backward,))
@@ -98,7 +111,7 @@ def contrastive_backward(bench: Bench, case: str) -> None:
     values = _embeddings(bench, case)
     model, optimizer = w1(bench)
     for x in unidist.wrap_data(values, global_batch_size=len(values)):
-        _contrastive(bench, unidist.all_gather(model(x), grad=True)).backward()
+        _own_rows(bench, model, x).backward()
         optimizer.step()
     bench.close(weight_of(bench, model), _after_contrastive(values), "the weight")
 
@@ -111,7 +124,7 @@ def contrastive_tape(bench: Bench, case: str) -> None:
     variables = model.trainable_variables
     for x in unidist.wrap_data(values, global_batch_size=len(values)):
         with tf.GradientTape() as tape:
-            loss = _contrastive(bench, unidist.all_gather(model(x), grad=True))
+            loss = _own_rows(bench, model, x)
         optimizer.apply(unidist.reduce_gradients(tape.gradient(loss, [v.value for v in variables])), variables)
     bench.close(weight_of(bench, model), _after_contrastive(values), "the weight")
 
@@ -152,6 +165,8 @@ def wide_values(bench: Bench) -> None:
     compare.same(unidist.broadcast(mine).tolist(), [2**63 + 1, 0], "uint64")
     first = np.array([2**63 + 1 if r == 0 else 1], np.uint64)
     compare.same(unidist.all_reduce(first, "sum").tolist(), [2**63 + n], "the sum of uint64")
+    compare.same(unidist.all_reduce(first, "max").tolist(), [2**63 + 1], "the maximum of uint64 on both sides of 2**63")
+    compare.same(unidist.reduce_scatter(np.repeat(first, n), "min").tolist(), [1 if n > 1 else 2**63 + 1], "the minimum there")
     compare.same(unidist.reduce_scatter(np.repeat(mine[:1], n), "max").tolist(), [2**63 + n], "a piece of the maximum of uint64")
     half = np.full(n, 60000.0, np.float16)
     compare.same(unidist.all_reduce(half).tolist(), [60000.0] * n, "the mean of float16, whose sum is no float16")
