@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         all_reduce as all_reduce,
     )
     from unidist.collectives import (
+        all_to_all as all_to_all,
+    )
+    from unidist.collectives import (
         barrier as barrier,
     )
     from unidist.collectives import (
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     )
     from unidist.collectives import (
         broadcast_object as broadcast_object,
+    )
+    from unidist.collectives import (
+        reduce_scatter as reduce_scatter,
     )
     from unidist.context import Context as Context
     from unidist.context import current as current
@@ -92,6 +98,8 @@ if TYPE_CHECKING:
     from unidist.facts import (
         world_size as world_size,
     )
+    from unidist.groups import Group as Group
+    from unidist.groups import new_group as new_group
     from unidist.hardware.inventory import devices as devices
     from unidist.messages import (
         is_main_process as is_main_process,
@@ -165,12 +173,13 @@ _MODULES = {
     "base": "Step",
     "batch": "Share",
     "checkpoint.verbs": "load save",
-    "collectives": "all_gather all_gather_object all_reduce barrier broadcast broadcast_object",
+    "collectives": "all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object reduce_scatter",
     "context": "Context current init is_initialized shutdown",
     "data": "Data",
     "errors": "CollectiveTimeoutError FrameworkMismatchError LaunchError MismatchError MissingDependencyError "
     "NotInitializedError PeerFailedError UnidistError UnknownBackendError UnsupportedError",
     "facts": "backend device framework local_rank local_world_size node_rank num_replicas rank world_size",
+    "groups": "Group new_group",
     "hardware.inventory": "devices",
     "messages": "is_main_process main_process_first main_process_only print",
     "objects": "assert_replicas_equal get_weights native scope set_weights wrap_model wrap_optimizer",

@@ -30,17 +30,18 @@ def check_same(control: Control, what: str, rows: Sequence[Sequence[Any]]) -> No
     raise MismatchError(f"{what} differs between ranks: {first_difference(tables)}")
 
 
-def first_difference(tables: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """The first place at which the ranks' lists differ, in words."""
+def first_difference(tables: Sequence[Sequence[Sequence[Any]]], ranks: Sequence[int] | None = None) -> str:
+    """The first place at which the lists of the ranks (default: all) differ, in words."""
+    ranks = range(len(tables)) if ranks is None else ranks
     if len({len(table) for table in tables}) > 1:
-        counts = ", ".join(f"rank {rank} has {len(table)}" for rank, table in enumerate(tables))
+        counts = ", ".join(f"rank {rank} has {len(table)}" for rank, table in zip(ranks, tables))
         names = [{str(row[0]) for row in table} for table in tables]
         odd = sorted(name for name in set().union(*names) if not all(name in held for held in names))
         return f"{counts} entries" + (f"; not on every rank: {', '.join(odd[:5])}" if odd else "")
     for position, rows in enumerate(zip(*tables)):
         if any(row != rows[0] for row in rows):
-            other = next(rank for rank, row in enumerate(rows) if row != rows[0])
-            return f"number {position} is {_words(rows[0])} on rank 0, {_words(rows[other])} on rank {other}"
+            other = next(index for index, row in enumerate(rows) if row != rows[0])
+            return f"number {position} is {_words(rows[0])} on rank {ranks[0]}, {_words(rows[other])} on rank {ranks[other]}"
     return "in their order"
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from unidist.checkpoint.parts import Store
     from unidist.control import Control
     from unidist.data import Source
+    from unidist.groups import Group
     from unidist.world import World
 
 
@@ -49,7 +50,8 @@ class Backend(ABC):
 
     Class attributes: `framework` and `name` as in the registry; `abilities`, the only thing that other code may ask
     of a backend; `refuses`, contract points that it refuses, each with the reason it gives in its UnsupportedError.
-    Abilities: "processes" (may run in several processes), "replicas" (one process may hold several replicas),
+    Abilities: "processes" (may run in several processes), "groups" (some of the ranks may do a collective among themselves),
+    "replicas" (one process may hold several replicas),
     "backward" (torch: gradients are exchanged when backward returns), "reduce_gradients" (tensorflow: by that verb or in apply).
     """
 
@@ -63,6 +65,7 @@ class Backend(ABC):
         self.control = control
         self.settings = settings
         self.shares = ShareLog()
+        self.groups: dict[Group, Any] = {}  # what `_new_group` returned
 
     # life
 
@@ -190,7 +193,11 @@ class Backend(ABC):
     def _end_of_pass(self) -> None:  # noqa: B027  # most backends have nothing to do
         """After a pass over `wrap_data`, on all ranks: rank 0's running statistics reach the others."""
 
-    # collectives: contiguous tensors on which all ranks agree
+    # collectives: contiguous tensors on which all ranks agree. They get a keyword `group` when only its ranks take part
+
+    def _new_group(self, group: Group) -> Any:
+        """The engine's own of a group, kept in `groups`; every rank of the job calls it, in one order. `_stop` ends it."""
+        raise UnsupportedError(f"{self.framework}/{self.name} has no groups of ranks: leave group out, so that all ranks take part")
 
     @abstractmethod
     def _as_tensor(self, leaf: Any) -> Any:
@@ -209,20 +216,42 @@ class Backend(ABC):
         """Shape and dtype name."""
 
     @abstractmethod
-    def _all_reduce(self, tensor: Any, op: str) -> Any:
+    def _all_reduce(self, tensor: Any, op: str, *, group: Group | None = None) -> Any:
         """Over all ranks; op is "sum", "mean", "max", "min" or "product"."""
 
     @abstractmethod
-    def _all_gather(self, tensor: Any, first_dims: Sequence[int]) -> Any:
+    def _all_gather(self, tensor: Any, first_dims: Sequence[int], *, group: Group | None = None) -> Any:
         """The ranks' tensors joined along the first axis; `first_dims` holds every rank's first dimension."""
 
     @abstractmethod
-    def _broadcast(self, tensor: Any, root: int) -> Any:
-        """Rank `root`'s tensor."""
+    def _broadcast(self, tensor: Any, root: int, *, group: Group | None = None) -> Any:
+        """Rank `root`'s tensor; `root` is a rank of the job."""
+
+    def _reduce_scatter(self, tensor: Any, op: str, sizes: Sequence[int], *, group: Group | None = None) -> Any:
+        """This rank's rows of what `_all_reduce` gives; `sizes` holds every rank's number of rows."""
+        whole = self._all_reduce(tensor, op, **({} if group is None else {"group": group}))
+        place = self.world.rank if group is None else group.ranks.index(self.world.rank)
+        return whole[sum(sizes[:place]) : sum(sizes[: place + 1])]
+
+    def _all_to_all(self, tensor: Any, table: Sequence[Sequence[int]], *, group: Group | None = None) -> Any:
+        """The rows that all ranks have for this one, in rank order; `table[a][b]` rows go from the a-th rank to the b-th."""
+        first_dims = [sum(row) for row in table]
+        joined = self._all_gather(tensor, first_dims, **({} if group is None else {"group": group}))
+        place = self.world.rank if group is None else group.ranks.index(self.world.rank)
+        begins = [sum(first_dims[:rank]) + sum(row[:place]) for rank, row in enumerate(table)]
+        return self._join([joined[begin : begin + row[place]] for begin, row in zip(begins, table)])
+
+    def _join(self, tensors: Sequence[Any]) -> Any:
+        """Tensors joined along the first axis; asked for only by `_all_to_all` as it stands here."""
+        raise UnsupportedError(f"{self.framework}/{self.name} has no all_to_all")
 
     @abstractmethod
     def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        """`_all_reduce` or `_all_gather` through which gradients flow as on one device."""
+        """`_all_reduce` (`op`), `_all_gather`, `_reduce_scatter` (`op`), `_all_to_all` (`sizes`) with one device's gradients.
+
+        It compares shapes and dtypes itself; each gets `group` when only some ranks take part. Raises UnsupportedError for those
+        that the engine has no gradient for.
+        """
 
     # state
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -68,17 +68,20 @@ class Control:
         """The control plane of a job of one process."""
         return cls(0, 1, 0.0)
 
-    def gather(self, name: str, payload: str, *, timeout: float | None = None) -> list[str]:
-        """All ranks' payloads, by rank; every rank must call it.
+    def gather(self, name: str, payload: str, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> list[str]:
+        """All ranks' payloads, by rank; every rank must call it, or each of `ranks` (in ascending order, this one among them).
 
-        The n-th gather of each rank meets the n-th of the others. Raises on every rank that came: `MismatchError`
-        when the names differ, `CollectiveTimeoutError` when a rank does not come in `timeout` seconds (default: that
-        of `connect`), `PeerFailedError` as soon as one can't come any more. The next gather works again.
+        The n-th gather of each rank among the same ranks meets the n-th of the others. Raises on every rank that came:
+        `MismatchError` when the names differ, `CollectiveTimeoutError` when a rank does not come in `timeout` seconds (default:
+        that of `connect`), `PeerFailedError` as soon as one can't come any more. The next gather works again.
         """
-        if self.size == 1:
+        if self.size == 1 or (ranks is not None and len(ranks) == 1):
             return [payload]
         limit = self.timeout if timeout is None else timeout
-        answer = self._ask({"op": "gather", "name": name, "payload": payload, "timeout": limit}, limit)
+        message: Message = {"op": "gather", "name": name, "payload": payload, "timeout": limit}
+        if ranks is not None and len(ranks) < self.size:
+            message["ranks"] = list(ranks)
+        answer = self._ask(message, limit)
         return [str(value) for value in answer["values"]]
 
     def broadcast(self, name: str, payload: str | None, root: int = 0) -> str:

@@ -52,7 +52,7 @@ class Hub:
         """Any later message. Raises KeyError, TypeError or ValueError when it is not one of ours."""
         session, rank, verb = member.session, member.rank, message["op"]
         if verb == "gather":
-            session.gather(rank, _arrival(message, message["payload"], reply))
+            session.gather(rank, _arrival(message, message["payload"], reply), _members(message, rank, self._size))
         elif verb == "get":
             session.get(rank, _arrival(message, "", reply))
         elif verb == "who":
@@ -152,6 +152,16 @@ def _mark_exit(session: Session, rank: int, text: str | None) -> None:
         session.end(rank)
     elif rank not in session.ended:
         session.fail(rank, text)
+
+
+def _members(message: Message, rank: int, size: int) -> tuple[int, ...]:
+    """The ranks that a gather is among: all, unless it names some."""
+    if "ranks" not in message:
+        return tuple(range(size))
+    members = tuple(map(int, message["ranks"]))
+    if rank not in members or not all(0 <= member < size for member in members):
+        raise ValueError(f"rank {rank} of {size} came to a gather among {members}")
+    return members
 
 
 def _arrival(message: Message, payload: str, reply: Reply) -> Arrival:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from unidist.wire import Message
 
 Reply = Callable[[Message], None]
+Members = tuple[int, ...]  # the ranks that a gather is among
+Place = tuple[Members, int]  # the n-th gather among them
 
 
 @dataclass
@@ -26,8 +28,9 @@ class Arrival:
 
 @dataclass
 class Round:
-    """The ranks that came to one gather, and when the first of them gives up."""
+    """The ranks that came to one gather among `members`, and when the first of them gives up."""
 
+    members: tuple[int, ...]
     came: dict[int, Arrival] = field(default_factory=dict)
     first: Arrival | None = None
 
@@ -38,7 +41,7 @@ class Round:
 
 
 class Session:
-    """The n-th gather of every rank is one round, whatever it is called; a round ends complete or given up, for all."""
+    """The n-th gather of every rank among the same ranks is one round, whatever it is called; it ends complete or given up, for all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,29 +51,30 @@ class Session:
         self.left: set[int] = set()
         self.inside: dict[int, str] = {}
         self.watchers: dict[int, Reply] = {}
-        self._rounds: dict[int, Round] = {}
-        self._position = [0] * size
-        self._given_up: dict[int, Message] = {}
+        self._rounds: dict[Place, Round] = {}
+        self._position: dict[Members, dict[int, int]] = {}
+        self._given_up: dict[Place, Message] = {}
         self._values: dict[str, str] = {}
         self._getters: dict[int, Arrival] = {}
 
-    def gather(self, rank: int, arrival: Arrival) -> None:
-        """`rank` came to its next round."""
-        number = self._position[rank]
-        self._position[rank] += 1
-        late = self._given_up.get(number)
+    def gather(self, rank: int, arrival: Arrival, members: Members) -> None:
+        """`rank` came to its next round among `members`."""
+        position = self._position.setdefault(members, dict.fromkeys(members, 0))
+        place = (members, position[rank])
+        position[rank] += 1
+        late = self._given_up.get(place)
         if late is not None:
             arrival.reply(_late(rank, arrival.name, late))
             self._forget()
             return
-        this = self._rounds.setdefault(number, Round())
+        this = self._rounds.setdefault(place, Round(members))
         this.add(rank, arrival)
-        if len(this.came) == self.size:
-            self._complete(number)
+        if len(this.came) == len(members):
+            self._complete(place)
             return
-        gone = [other for other in (*self.failed, *sorted(self.ended)) if other not in this.came]
+        gone = [other for other in (*self.failed, *(self.ended & set(members))) if other not in this.came]
         if gone:
-            self._give_up(number, self._gone(gone[0], arrival.name))
+            self._give_up(place, self._gone(gone[0], arrival.name))
 
     def fail(self, rank: int, text: str) -> None:
         """`rank` failed or died: those that wait for it learn it now, later ones when they come. The first text stays."""
@@ -119,9 +123,9 @@ class Session:
 
     def expire(self, now: float) -> None:
         """Ends the waits whose time is over."""
-        for number, this in list(self._rounds.items()):
+        for place, this in list(self._rounds.items()):
             if this.first is not None and this.first.deadline <= now:
-                self._give_up(number, self._timed_out(this.came, this.first))
+                self._give_up(place, self._timed_out(this, this.first))
         for rank, getter in list(self._getters.items()):
             if getter.deadline <= now:
                 text = f"no rank set the key {getter.name!r} within {getter.timeout:.3g} s"
@@ -133,8 +137,8 @@ class Session:
         getting = {rank: f"get({getter.name!r})" for rank, getter in self._getters.items()}
         return {**self.inside, **here, **getting}
 
-    def _complete(self, number: int) -> None:
-        came = self._rounds.pop(number).came
+    def _complete(self, place: Place) -> None:
+        came = self._rounds.pop(place).came
         names = {rank: came[rank].name for rank in sorted(came)}
         if len(set(names.values())) > 1:
             answer: Message = {"error": "mismatch", "text": f"the ranks called different operations: {calls(names)}"}
@@ -144,23 +148,24 @@ class Session:
             came[rank].reply(answer)
 
     def _abandon(self, rank: int) -> None:
-        for number, this in list(self._rounds.items()):
-            if rank not in this.came:
-                self._give_up(number, self._gone(rank, next(iter(this.came.values())).name))
+        for place, this in list(self._rounds.items()):
+            if rank not in this.came and (rank in this.members or rank in self.failed):
+                self._give_up(place, self._gone(rank, next(iter(this.came.values())).name))
         self._forget()
 
-    def _give_up(self, number: int, answer: Message) -> None:
-        came = self._rounds.pop(number).came
-        self._given_up[number] = answer
+    def _give_up(self, place: Place, answer: Message) -> None:
+        came = self._rounds.pop(place).came
+        self._given_up[place] = answer
         for arrival in came.values():
             arrival.reply(answer)
         self._forget()
 
     def _forget(self) -> None:
         """Drops the given-up rounds that no living rank can still come to."""
-        living = [self._position[rank] for rank in range(self.size) if not self.gone(rank)]
-        oldest = min(living, default=0)
-        self._given_up = {number: answer for number, answer in self._given_up.items() if number >= oldest}
+        if self._given_up:
+            living = {m: [n for rank, n in position.items() if not self.gone(rank)] for m, position in self._position.items()}
+            oldest = {members: min(numbers, default=0) for members, numbers in living.items()}
+            self._given_up = {place: answer for place, answer in self._given_up.items() if place[1] >= oldest[place[0]]}
 
     def _gone(self, rank: int, name: str) -> Message:
         if rank in self.failed:
@@ -168,9 +173,10 @@ class Session:
             return {"error": "failed", "text": f"rank {rank} failed while {name} waited for it: {text}", "rank": rank, "reason": text}
         return {"error": "failed", "text": f"rank {rank} ended, without an error, before it came to {name}"}
 
-    def _timed_out(self, came: dict[int, Arrival], over: Arrival) -> Message:
-        missing = [rank for rank in range(self.size) if rank not in came]
-        inside = {rank: self.inside[rank] for rank in missing if rank in self.inside}
+    def _timed_out(self, this: Round, over: Arrival) -> Message:
+        came, waiting = this.came, self.who()
+        missing = [rank for rank in this.members if rank not in came]
+        inside = {rank: waiting[rank] for rank in missing if rank in waiting}
         where = f" ({', '.join(f'rank {rank} is in {name}' for rank, name in inside.items())})" if inside else ""
         text = f"{over.name} was not complete after {over.timeout:.3g} s: {ranks(came)} came, {ranks(missing)} did not{where}"
         return {"error": "timeout", "text": text}

@@ -16,8 +16,10 @@ from unidist.base import Backend, Step, StepOptions
 from unidist.batch import Share
 from unidist.checkpoint.parts import Store
 from unidist.cli.identity import check_not_modin
+from unidist.collectives import piece_sizes
 from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
+from unidist.groups import Group
 from unidist_keras.counting import check_keras
 from unidist_keras.names import check_built
 from unidist_tf import gradients as grads
@@ -285,17 +287,34 @@ class TFBackend(Backend):
     def _signature(self, tensor: Any) -> tuple[tuple[int, ...], str]:
         return tuple(tensor.shape), tensor.dtype.name
 
-    def _all_reduce(self, tensor: Any, op: str) -> Any:
+    def _all_reduce(self, tensor: Any, op: str, *, group: Group | None = None) -> Any:
         return tensor
 
-    def _all_gather(self, tensor: Any, first_dims: Sequence[int]) -> Any:
+    def _all_gather(self, tensor: Any, first_dims: Sequence[int], *, group: Group | None = None) -> Any:
         return tensor
 
-    def _broadcast(self, tensor: Any, root: int) -> Any:
+    def _broadcast(self, tensor: Any, root: int, *, group: Group | None = None) -> Any:
         return tensor
 
-    def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        return tf.convert_to_tensor(tensor)
+    def _join(self, parts: Sequence[Any]) -> Any:
+        return tf.concat(parts, 0)
+
+    def _grad_collective(self, name: str, tensor: Any, *, group: Group | None = None, **arguments: Any) -> Any:
+        return tf.identity(self._grad_value(name, tensor, self.num_replicas, **arguments))
+
+    def _grad_value(self, name: str, value: Any, parts: int, *, op: str = "", sizes: Sequence[int] | None = None) -> tf.Tensor:
+        """The tensor of a collective with gradients among `parts`, checked as far as its shape is known while tracing."""
+        tensor = tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
+        if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            raise TypeError(f"gradients flow through floating-point and complex tensors, not through {tensor.dtype.name}")
+        if name == "all_gather":
+            return self._as_rows(tensor)
+        if name in ("reduce_scatter", "all_to_all") and tensor.shape.rank == 0:
+            raise TypeError(f"{name} cuts the first axis, and a number or 0-d tensor has none")
+        if name == "all_to_all" and sizes is not None:
+            rows = sum(sizes) if tensor.shape[0] is None else tensor.shape[0]
+            piece_sizes((rows,), sizes, parts)
+        return tensor
 
     # state
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from unidist.agreement import given_up
 from unidist.errors import MismatchError, UnsupportedError
+from unidist.groups import Group, members
 from unidist.launchers import horovod_start
 from unidist.world import World
 from unidist_keras.fit import divide
@@ -25,6 +26,7 @@ horovod_start.require("tensorflow", "mpi_lib")
 
 import horovod.tensorflow as hvd  # noqa: E402  its own error would not say how to install it
 
+from unidist_tf import differentiable  # noqa: E402
 from unidist_tf import horovod_ops as ops  # noqa: E402
 
 
@@ -32,7 +34,7 @@ class Horovod(TFBackend):
     """Gradients go through grouped allreduces; `init` adopts a Horovod that is initialised already."""
 
     name = "horovod"
-    abilities: ClassVar[frozenset[str]] = frozenset({"reduce_gradients", "processes"})
+    abilities: ClassVar[frozenset[str]] = frozenset({"groups", "reduce_gradients", "processes"})
     refuses: ClassVar[Mapping[int, str]] = {6: "no synchronised BatchNorm for Keras 3"}
 
     @classmethod
@@ -49,6 +51,7 @@ class Horovod(TFBackend):
         one_gpu(self.world)
         grow_memory()
         self._service: horovod_start.Handle | None = None
+        self._process_sets: dict[tuple[int, ...], Any] = {}  # Horovod has each set of ranks once
         self._fp16 = False
         self._kinds = Kinds(self.control)
         if not hvd.is_initialized():
@@ -57,6 +60,10 @@ class Horovod(TFBackend):
                 hvd.init()
 
     def _stop(self) -> None:
+        if self._service is None and not self.control.failures():
+            for process_set in self._process_sets.values():
+                hvd.remove_process_set(process_set)
+        self._process_sets.clear()
         if self._service is not None:
             hvd.shutdown()
             self._service.stop()
@@ -135,23 +142,47 @@ class Horovod(TFBackend):
 
     # collectives
 
-    def _all_reduce(self, tensor: Any, op: str) -> Any:
+    def _new_group(self, group: Group) -> Any:
+        if group.size in (1, self.world.size):
+            return ops.ALL
+        timeout = self.settings.timeout
+        self._service = horovod_start.allow_groups(hvd, self._service, self.world, self.control, timeout)
+        if group.ranks not in self._process_sets:
+            with self.control.waiting("new_group"):
+                self._process_sets[group.ranks] = hvd.add_process_set(list(group.ranks))
+        return self._process_sets[group.ranks]
+
+    def _ranks(self, group: Group | None) -> Any:
+        """The process set of a group."""
+        return ops.ALL if group is None else self.groups[group]
+
+    def _all_reduce(self, tensor: Any, op: str, *, group: Group | None = None) -> Any:
         with self._bounded(f"all_reduce({op})"):
-            return ops.all_reduce(tensor, op)
+            return ops.all_reduce(tensor, op, self._ranks(group))
 
-    def _all_gather(self, tensor: Any, first_dims: Sequence[int]) -> Any:
+    def _reduce_scatter(self, tensor: Any, op: str, sizes: Sequence[int], *, group: Group | None = None) -> Any:
+        with self._bounded(f"reduce_scatter({op})"):
+            return ops.reduce_scatter(tensor, op, sizes, self._ranks(group))
+
+    def _all_gather(self, tensor: Any, first_dims: Sequence[int], *, group: Group | None = None) -> Any:
         with self._bounded("all_gather"):
-            return ops.all_gather(tensor, first_dims)
+            return ops.all_gather(tensor, first_dims, self._ranks(group))
 
-    def _broadcast(self, tensor: Any, root: int) -> Any:
+    def _all_to_all(self, tensor: Any, table: Sequence[Sequence[int]], *, group: Group | None = None) -> Any:
+        with self._bounded("all_to_all"):
+            return ops.all_to_all(tensor, table, self._ranks(group))
+
+    def _broadcast(self, tensor: Any, root: int, *, group: Group | None = None) -> Any:
         with self._bounded("broadcast"):
-            return ops.broadcast(tensor, root)
+            return ops.broadcast(tensor, root, self._ranks(group))
 
-    def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        tensor = tf.convert_to_tensor(tensor)
-        if self.world.size == 1:
-            return tensor
+    def _grad_collective(self, name: str, tensor: Any, *, group: Group | None = None, **arguments: Any) -> Any:
+        tensor = self._grad_value(name, tensor, len(members(self, group)), **arguments)
+        if len(members(self, group)) == 1:
+            return tf.identity(tensor)
+        if tensor.dtype.is_complex:  # Horovod has none; both parts travel as one tensor
+            parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
+            moved = self._grad_collective(name, parts, group=group, **arguments)
+            return tf.complex(moved[..., 0], moved[..., 1])
         with self._bounded(f"{name}(grad=True)"):
-            if name == "all_gather":
-                return ops.differentiable_gather(tensor, self._later_scale())
-            return ops.differentiable_reduce(tensor, arguments["op"], self._later_scale())
+            return getattr(differentiable, name)(tensor, *arguments.values(), self._later_scale(), self._ranks(group))

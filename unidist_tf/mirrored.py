@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from unidist.batch import Share, split_sizes
 from unidist.errors import UnsupportedError
+from unidist.groups import Group
 from unidist.nest import map_nest
 from unidist_tf import state, tensors
 from unidist_tf.base import TFBackend
@@ -117,13 +118,20 @@ class Mirrored(TFBackend):
         summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present))
         return [None if g is None else next(summed) for g in gradients], None if weight is None else next(summed)
 
-    def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        context = self._replica()
-        if context is None or self.local_replicas == 1:
-            return tf.convert_to_tensor(tensor)
+    def _grad_collective(self, name: str, tensor: Any, *, group: Group | None = None, **arguments: Any) -> Any:
+        context, parts = self._replica(), self.local_replicas
+        tensor = self._grad_value(name, tensor, 1 if context is None else parts, **arguments)
+        if context is None or parts == 1:
+            return tf.identity(tensor)
         if name == "all_gather":
             return context.all_gather(tensor, axis=0)
-        return context.all_reduce(getattr(tf.distribute.ReduceOp, arguments["op"].upper()), tensor)
+        if name == "all_to_all":
+            return _exchanged(context, tensor, arguments["sizes"], parts)
+        total = context.all_reduce(getattr(tf.distribute.ReduceOp, arguments["op"].upper()), tensor)
+        if name == "all_reduce":
+            return total
+        begin, size = tensors.rows_of(tf.shape(tensor)[0], context.replica_id_in_sync_group, parts)
+        return total[begin : begin + size]
 
     # steps
 
@@ -161,3 +169,12 @@ class Mirrored(TFBackend):
 
         self.strategy.run(first_replica)
         return None
+
+
+def _exchanged(context: Any, tensor: tf.Tensor, sizes: Sequence[int] | None, parts: int) -> tf.Tensor:
+    """all_to_all in a replica's context: all rows are gathered, and those for this replica taken."""
+    given = [tensors.rows_of(tf.shape(tensor)[0], part, parts)[1] for part in range(parts)] if sizes is None else list(sizes)
+    table = tf.reshape(context.all_gather(tf.stack(given), axis=0), [parts, parts])
+    begins = tf.reshape(tf.cumsum(tf.reshape(table, [-1]), exclusive=True), [parts, parts])
+    joined, own = context.all_gather(tensor, axis=0), context.replica_id_in_sync_group
+    return tf.concat([joined[begins[a, own] : begins[a, own] + table[a, own]] for a in range(parts)], 0)

@@ -12,11 +12,12 @@ from unidist.nest import leaves
 
 # A Python float is float64: tf.convert_to_tensor would make float32 of it.
 NUMBER_DTYPES = {bool: tf.bool, int: tf.int64, float: tf.float64, complex: tf.complex128}
+_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 _SMALL = (tf.int8, tf.int16, tf.uint8, tf.uint16, tf.uint32, tf.uint64)
 
 
 def as_tensor(leaf: Any) -> tf.Tensor:
-    """A tensor of a number, NumPy array or scalar, tensor or variable (also Keras'); the same dtype.
+    """A tensor of a number, NumPy array or scalar, tensor or variable (also Keras'); the same dtype, no gradient flows through it.
 
     Raises UnsupportedError inside a traced function, TypeError for anything else, strings among them.
     """
@@ -25,32 +26,49 @@ def as_tensor(leaf: Any) -> tf.Tensor:
         raise UnsupportedError(
             "collectives are called from Python, not inside a traced function; there, use grad=True, or unidist.reduce_gradients"
         )
-    return tensor
+    return tf.stop_gradient(tensor)
 
 
 def _converted(leaf: Any) -> tf.Tensor:
     if type(leaf) in NUMBER_DTYPES:
+        if type(leaf) is int and not -(2**63) <= leaf < 2**63:
+            raise OverflowError(f"a Python int travels as int64, which does not hold {leaf}: use a float, or broadcast_object")
         return tf.constant(leaf, NUMBER_DTYPES[type(leaf)])
-    if isinstance(leaf, (numpy.ndarray, numpy.generic)) and leaf.dtype.kind not in "OSUV":
-        return tf.constant(leaf)
+    if isinstance(leaf, (numpy.ndarray, numpy.generic)):
+        return _of_array(leaf)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.to_dense(tf.sparse.reorder(leaf))
     value = getattr(leaf, "value", None)
     if isinstance(value, (tf.Tensor, tf.Variable)):  # a Keras variable
         return tf.convert_to_tensor(value)
-    if isinstance(leaf, tf.IndexedSlices) or (isinstance(leaf, (tf.Tensor, tf.Variable)) and leaf.dtype != tf.string):
+    if isinstance(leaf, tf.IndexedSlices) or (isinstance(leaf, (tf.Tensor, tf.Variable)) and leaf.dtype not in _NO_NUMBERS):
         return tf.convert_to_tensor(leaf)
-    if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind == "V":  # ml_dtypes: bfloat16, float8
-        return tf.constant(leaf)
-    raise TypeError(f"a collective takes numbers, NumPy arrays, TensorFlow tensors and nests of them, not {type(leaf).__name__}")
+    what = f"tensors of {leaf.dtype.name}" if isinstance(leaf, (tf.Tensor, tf.Variable)) else type(leaf).__name__
+    hint = "; receivers that have no value yet use broadcast_object" if leaf is None else ""
+    raise TypeError(f"a collective takes numbers, NumPy arrays, TensorFlow tensors and nests of them, not {what}{hint}")
+
+
+def _of_array(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, numpy.ma.MaskedArray):
+        raise TypeError("a collective would lose the mask of a masked array: give it .filled(value), or the data and the mask")
+    if leaf.dtype.kind in "OSUMm" or leaf.dtype.names:
+        raise TypeError(f"TensorFlow has no numeric dtype for NumPy's {leaf.dtype}, so a collective can't take it")
+    try:
+        return tf.constant(numpy.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C", copy=True))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"TensorFlow has no numeric dtype for NumPy's {leaf.dtype}, so a collective can't take it") from error
 
 
 def as_leaf(tensor: tf.Tensor, like: Any) -> Any:
-    """The value as the type and on the device of `like`, with memory of its own."""
+    """The value as the type and on the device of `like`, with memory of its own; rows of `tf.IndexedSlices` as a dense tensor."""
     if type(like) in NUMBER_DTYPES:
         return type(like)(tensor.numpy())
     if isinstance(like, numpy.generic):
         return tensor.numpy()[()] if tensor.shape.rank else tensor.numpy()
     if isinstance(like, numpy.ndarray):
-        return as_array(tensor)
+        return numpy.array(tensor.numpy(), dtype=like.dtype, copy=True)
+    if isinstance(like, tf.SparseTensor):
+        return tf.sparse.from_dense(tensor)
     with tf.device(getattr(like, "device", None)):
         return tf.identity(tensor)
 
@@ -85,6 +103,12 @@ def widen(tensor: tf.Tensor) -> tf.Tensor:
 def as_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
     """A number or tensor in a dtype; tf.cast would pass a Python float through float32."""
     return tf.constant(value, dtype) if isinstance(value, (int, float)) else tf.cast(value, dtype)
+
+
+def rows_of(total: tf.Tensor, part: Any, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Where the `part`-th of so many consecutive pieces of `total` rows begins, and its size, as `unidist.batch.split_sizes` cuts."""
+    small, extra = total // parts, total % parts
+    return part * small + tf.minimum(part, extra), small + tf.cast(part < extra, total.dtype)
 
 
 def as_batch(leaf: Any) -> Any:

@@ -21,6 +21,7 @@ from unidist.cli.identity import check_not_modin
 from unidist.collectives import broadcast_object
 from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, PeerFailedError, UnidistError, UnsupportedError
+from unidist.groups import Group, position
 from unidist_torch import differentiable, evaluation, state, tensors
 from unidist_torch.class_losses import as_total, scalar_weight
 from unidist_torch.data import read_source
@@ -61,6 +62,9 @@ class TorchBackend(Backend):
 
     def _stop(self) -> None:
         self.engines.close()
+        for transport in self.groups.values():
+            if transport is not None:
+                transport.close()
 
     @property
     def device(self) -> torch.device:
@@ -330,22 +334,38 @@ class TorchBackend(Backend):
     def _signature(self, tensor: Any) -> tuple[tuple[int, ...], str]:
         return tuple(tensor.shape), tensors.dtype_name(tensor)
 
-    def _all_reduce(self, tensor: Any, op: str) -> Any:
+    def _new_group(self, group: Group) -> Any:
+        with self._bounded("new_group"):
+            return self.transport.subgroup(group.ranks, group.name)
+
+    def transport_of(self, group: Group | None) -> Transport:
+        """What carries tensors between the ranks of a group; None: between all."""
+        return self.transport if group is None else self.groups[group]
+
+    def _all_reduce(self, tensor: Any, op: str, *, group: Group | None = None) -> Any:
         with self._bounded(f"all_reduce({op})"):
-            return self.transport.all_reduce(tensor, op)
+            return self.transport_of(group).all_reduce(tensor, op)
 
-    def _all_gather(self, tensor: Any, first_dims: Sequence[int]) -> Any:
+    def _reduce_scatter(self, tensor: Any, op: str, sizes: Sequence[int], *, group: Group | None = None) -> Any:
+        with self._bounded(f"reduce_scatter({op})"):
+            return self.transport_of(group).reduce_scatter(tensor, op, sizes, position(self, group))
+
+    def _all_gather(self, tensor: Any, first_dims: Sequence[int], *, group: Group | None = None) -> Any:
         with self._bounded("all_gather"):
-            return self.transport.all_gather(tensor, first_dims)
+            return self.transport_of(group).all_gather(tensor, first_dims)
 
-    def _broadcast(self, tensor: Any, root: int) -> Any:
+    def _all_to_all(self, tensor: Any, table: Sequence[Sequence[int]], *, group: Group | None = None) -> Any:
+        with self._bounded("all_to_all"):
+            return self.transport_of(group).all_to_all(tensor, table, position(self, group))
+
+    def _broadcast(self, tensor: Any, root: int, *, group: Group | None = None) -> Any:
         with self._bounded("broadcast"):
-            return self.transport.broadcast(tensor, root)
+            return self.transport_of(group).broadcast(tensor, root)
 
     def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             raise FrameworkMismatchError(f"{name}(grad=True) takes torch tensors, not {type(tensor).__name__}")
-        return differentiable.apply(name, tensor, self, **arguments)
+        return differentiable.apply(name, tensor, **arguments)
 
     # state
 

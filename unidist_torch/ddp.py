@@ -22,7 +22,7 @@ class DDP(TorchBackend):
     """One process per device; gloo between CPUs, NCCL between GPUs."""
 
     name = "ddp"
-    abilities: ClassVar[frozenset[str]] = frozenset({"backward", "processes"})
+    abilities: ClassVar[frozenset[str]] = frozenset({"backward", "groups", "processes"})
 
     @classmethod
     def _adopted(cls) -> World | None:
@@ -38,7 +38,7 @@ class DDP(TorchBackend):
         if self._owner:
             with self.control.waiting("the process group's start"):
                 group.start_group(self.world, self.control, self._device, self.settings.timeout)
-        self.transport = GroupTransport(self._device)
+        self.transport = GroupTransport(self._device, self.settings.timeout)
 
     def _stop(self) -> None:
         super()._stop()

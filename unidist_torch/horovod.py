@@ -10,11 +10,12 @@ import torch
 
 from unidist.batch import ShareLog
 from unidist.errors import UnsupportedError
+from unidist.groups import Group
 from unidist.launchers import horovod_start
 from unidist.world import World
 from unidist_torch.base import TorchBackend
 from unidist_torch.hooks import Engine
-from unidist_torch.transport import Transport
+from unidist_torch.transport import Alone, Transport
 
 horovod_start.require("torch", "mpi_lib_v2")
 
@@ -22,6 +23,7 @@ import horovod.torch as hvd  # noqa: E402  its own error would not say how to in
 
 _OPS = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "product": hvd.Product}
 _WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32}  # what Horovod does not reduce as it is
+_INT32 = 2**31 - 1  # what Horovod counts the pieces of an alltoall with
 _COMPRESSION = {None: hvd.Compression.none, "fp16": hvd.Compression.fp16}
 
 
@@ -29,7 +31,7 @@ class Horovod(TorchBackend):
     """One process per device; started by any launcher."""
 
     name = "horovod"
-    abilities: ClassVar[frozenset[str]] = frozenset({"backward", "processes"})
+    abilities: ClassVar[frozenset[str]] = frozenset({"backward", "groups", "processes"})
 
     @classmethod
     def _adopted(cls) -> World | None:
@@ -41,7 +43,7 @@ class Horovod(TorchBackend):
 
     def _start(self) -> None:
         super()._start()
-        self._service = None
+        self._service: horovod_start.Handle | None = None
         self._compression = hvd.Compression.none
         if not hvd.is_initialized():
             self._service = horovod_start.start(self.world, self.control, self.settings.timeout, os.environ)
@@ -49,8 +51,15 @@ class Horovod(TorchBackend):
                 hvd.init()
         self.transport = HorovodTransport()
 
+    def _new_group(self, group: Group) -> Any:
+        if 1 < group.size < self.world.size:
+            self._service = horovod_start.allow_groups(hvd, self._service, self.world, self.control, self.settings.timeout)
+        return super()._new_group(group)
+
     def _stop(self) -> None:
         super()._stop()
+        if self._service is None and not self.control.failures():
+            self.transport.remove_groups()
         if self._service is not None:
             hvd.shutdown()
             self._service.stop()
@@ -76,30 +85,54 @@ class Horovod(TorchBackend):
 
 
 class HorovodTransport(Transport):
-    """Over Horovod, which meets operations by name."""
+    """Over Horovod, which meets operations by name; between all ranks, or those of a process set."""
 
-    def __init__(self) -> None:
-        self.size = hvd.size()
+    def __init__(self, process_set: hvd.ProcessSet = hvd.global_process_set, prefix: str = "unidist") -> None:
+        self.size = process_set.size()
+        self._set = process_set
+        self._prefix = prefix
         self._number = 0
+        self._sets: dict[tuple[int, ...], hvd.ProcessSet] = {}
 
     def _name(self) -> str:
         self._number += 1
-        return f"unidist.{self._number}"
+        return f"{self._prefix}.{self._number}"
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Transport:
+        key = tuple(ranks)
+        if len(key) in (1, hvd.size()):
+            return HorovodTransport(prefix=f"unidist.{name}") if len(key) > 1 else Alone()
+        if key not in self._sets:  # Horovod has each set once
+            self._sets[key] = hvd.add_process_set(list(key))
+        return HorovodTransport(self._sets[key], f"unidist.{name}") if hvd.rank() in key else Alone()
+
+    def remove_groups(self) -> None:
+        """Take the process sets from a Horovod that goes on; every rank calls it."""
+        for process_set in self._sets.values():
+            hvd.remove_process_set(process_set)
+        self._sets.clear()
 
     def sum_(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         if tensor.numel() == 0:
             return tensor
         wider = _WIDER.get(tensor.dtype)
         if wider is not None:
-            return hvd.allreduce(tensor.to(wider), op=_OPS[op], name=self._name()).to(tensor.dtype)  # type: ignore[no-any-return]
-        flat = hvd.allreduce(tensor.reshape(-1), op=_OPS[op], name=self._name())
+            return self.sum_(tensor.to(wider), op).to(tensor.dtype)
+        flat = hvd.allreduce(tensor.reshape(-1), op=_OPS[op], name=self._name(), process_set=self._set)
         return flat.reshape(tensor.shape)  # type: ignore[no-any-return]
 
     def gather_bytes(self, data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return hvd.allgather(data, name=self._name()) if sum(sizes) else data  # type: ignore[no-any-return]
+        return hvd.allgather(data, name=self._name(), process_set=self._set) if sum(sizes) else data  # type: ignore[no-any-return]
+
+    def exchange_bytes(self, data: torch.Tensor, table: Sequence[Sequence[int]], place: int) -> torch.Tensor:
+        largest = max(map(max, table))
+        if largest > _INT32:
+            return super().exchange_bytes(data, table, place)
+        splits = torch.tensor(table[place], dtype=torch.int32)
+        return hvd.alltoall(data, splits, name=self._name(), process_set=self._set)[0] if largest else data[:0]  # type: ignore[no-any-return]
 
     def broadcast_(self, data: torch.Tensor, root: int) -> torch.Tensor:
-        return hvd.broadcast(data, root, name=self._name()) if data.numel() else data  # type: ignore[no-any-return]
+        return hvd.broadcast(data, root, name=self._name(), process_set=self._set) if data.numel() else data  # type: ignore[no-any-return]
 
 
 class HorovodEngine(Engine):

@@ -126,6 +126,58 @@ def test_different_operations_raise_on_all_ranks_and_the_next_round_works() -> N
         assert after == ["0", "1", "2"]
 
 
+def test_rounds_among_some_ranks_go_on_beside_the_others() -> None:
+    def body(control: Control) -> Any:
+        rounds = range(3) if control.rank != 1 else ()
+        found = [control.gather("all_reduce", f"{number} of {control.rank}", ranks=[0, 2]) for number in rounds]
+        return found, control.gather("all", str(control.rank))
+
+    among = [[f"{number} of 0", f"{number} of 2"] for number in range(3)]
+    everyone = ["0", "1", "2"]
+    assert run(3, body) == [(among, everyone), ([], everyone), (among, everyone)]
+
+
+def test_a_rank_missing_among_some_is_named_with_where_it_is() -> None:
+    def body(control: Control) -> Any:
+        if control.rank == 2:
+            return outcome(lambda: control.gather("barrier", "", timeout=1.5)), None
+        if control.rank == 0:
+            first = outcome(lambda: control.gather("all_reduce", "", timeout=0.4, ranks=[0, 2]))
+            return first, outcome(lambda: control.gather("barrier", ""))
+        return outcome(lambda: control.gather("barrier", "", timeout=1.5)), None
+
+    (error, after), *others = run(3, body)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "all_reduce" in str(error) and "rank 0 came, rank 2 did not (rank 2 is in barrier)" in str(error)
+    assert after == ["", "", ""] and [one for one, _ in others] == [after, after]
+
+
+def test_a_failed_rank_ends_rounds_that_it_is_not_in() -> None:
+    def body(control: Control) -> Any:
+        if control.rank == 1:
+            time.sleep(0.3)
+            control.fail("it broke")
+            return None
+        if control.rank == 0:
+            return outcome(lambda: control.gather("all_reduce", "", timeout=20.0, ranks=[0, 2]))
+        time.sleep(0.6)
+        return outcome(lambda: control.gather("all_reduce", "", timeout=20.0, ranks=[0, 2]))
+
+    first, _, late = run(3, body)
+    assert isinstance(first, PeerFailedError) and isinstance(late, PeerFailedError)
+    assert "rank 1 failed" in str(first) and "it broke" in str(late)
+
+
+def test_a_rank_that_ended_does_not_end_rounds_without_it() -> None:
+    def body(control: Control) -> Any:
+        if control.rank == 1:
+            return None
+        time.sleep(0.3 * control.rank)
+        return control.gather("all_reduce", str(control.rank), ranks=[0, 2])
+
+    assert run(3, body) == [["0", "2"], None, ["0", "2"]]
+
+
 def test_a_late_rank_raises_too_and_the_next_round_works() -> None:
     def body(control: Control) -> Any:
         if control.rank == 1:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unidist.errors import LaunchError, MissingDependencyError
+from unidist.errors import LaunchError, MissingDependencyError, UnsupportedError
 from unidist.frameworks import is_installed
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ class Handle:
     server: Any = None
     before: dict[str, str | None] = field(default_factory=dict)
 
-    def put(self, values: dict[str, str]) -> None:
-        """Set variables that are not set."""
+    def put(self, values: dict[str, str], *, over: bool = False) -> None:
+        """Set variables that are not set; over: those that are, too."""
         for name, value in values.items():
-            if name not in self.environ:
-                self.before[name] = None
+            if over or name not in self.environ:
+                self.before.setdefault(name, self.environ.get(name))
                 self.environ[name] = value
 
     def stop(self) -> None:
@@ -44,8 +45,11 @@ class Handle:
         if self.server is not None:
             self.server.stop()
             self.server = None
-        for name in self.before:
-            self.environ.pop(name, None)
+        for name, value in self.before.items():
+            if value is None:
+                self.environ.pop(name, None)
+            else:
+                self.environ[name] = value
         self.before.clear()
 
 
@@ -79,24 +83,53 @@ def adopted_world(hvd: Any, environ: MutableMapping[str, str]) -> World | None:
     return World(hvd.rank(), hvd.size(), *places, launcher="an initialised Horovod")
 
 
-def start(world: World, control: Control, timeout: float, environ: MutableMapping[str, str]) -> Handle:
+def has_groups(environ: MutableMapping[str, str]) -> bool:
+    """Whether Horovod was told to make process sets when it runs already."""
+    return environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
+
+
+def allow_groups(hvd: Any, handle: Handle | None, world: World, control: Control, timeout: float) -> Handle | None:
+    """Start Horovod anew so that it can make process sets, unless it can; every rank must call it, with nothing under way.
+
+    Not from the start: its ranks then compare their process sets in every cycle, which costs each step about a quarter millisecond, also
+    in jobs without groups. Raises UnsupportedError for a Horovod that the user initialised without.
+    """
+    if has_groups(os.environ):
+        return handle
+    if handle is None:
+        raise UnsupportedError(
+            "the Horovod that was initialised before unidist.init can make no process sets, and so no groups: set "
+            "HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or leave hvd.init() to unidist"
+        )
+    hvd.shutdown()
+    handle.stop()
+    handle = start(world, control, timeout, os.environ, groups=True)
+    with control.waiting("Horovod's start with groups"):
+        hvd.init()
+    return handle
+
+
+def start(world: World, control: Control, timeout: float, environ: MutableMapping[str, str], *, groups: bool = False) -> Handle:
     """Prepare `hvd.init()`; every rank must call it. `environ` is `os.environ`, since Horovod's C++ reads the real one.
 
-    Under horovodrun its own rendezvous is used. Raises LaunchError when rank 0's rendezvous can't be reached.
+    Under horovodrun its own rendezvous is used, except for a second start with groups. Raises LaunchError when rank 0's rendezvous
+    can't be reached.
     """
     handle = Handle(environ)
+    if groups:
+        handle.put({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, over=True)
     seconds = max(1, math.ceil(timeout))
     handle.put({
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(min(_STALL_CHECK, max(1, seconds // 4))),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(_GLOO_TIMEOUT, seconds)),
     })  # fmt: skip
-    if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+    if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") and not groups:
         return handle
     handle.put({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"})
     if world.size > 1:
         try:
-            handle.put(_variables(world, control, handle))
+            handle.put(_variables(world, control, handle), over=groups)
         except BaseException:
             handle.stop()
             raise

@@ -2,5 +2,5 @@
 
 MODULES = """
     gradients class_losses precision own_loops keras_loops same_start accumulation clipping parameters batchnorm native_objects
-    collectives waits data loaders metrics refusals randomness checkpoint
+    collectives waits data loaders metrics refusals randomness checkpoint exchanges groups
 """.split()

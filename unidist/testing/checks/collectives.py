@@ -14,7 +14,8 @@ from unidist.testing.table import check, exchanges_in_apply, several_processes
 
 _SEVERAL = (several_processes,)
 _DTYPES = (
-    "bool", "uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float8_e4m3fn", "float8_e5m2", "float16", "bfloat16",
+    "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
 
 
@@ -269,12 +270,21 @@ def objects(bench: Bench) -> None:
     compare.same(unidist.all_gather_object({bench.rank: None}), [{k: None} for k in range(bench.size)], "every rank's object")
 
 
+class Unwilling:
+    """An object whose own pickling fails, as it likes."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("it will not")
+
+
 @check(8, "an object that can't be pickled raises on all ranks, and the next call works", flavours="once")
 def unpicklable(bench: Bench) -> None:
     with compare.raises(TypeError, "rank 0", "pickled"):
         unidist.broadcast_object((lambda: None) if bench.rank == 0 else None)
     with compare.raises(TypeError, f"rank {bench.size - 1}", "pickled"):
         unidist.all_gather_object((lambda: None) if bench.rank == bench.size - 1 else 1)
+    with compare.raises(TypeError, "rank 0", "will not"):
+        unidist.broadcast_object(Unwilling() if bench.rank == 0 else None)
     compare.same(unidist.all_gather_object(bench.rank), list(range(bench.size)), "the next call")
 
 

@@ -21,9 +21,12 @@ OPERATIONS: dict[str, Callable[[Bench], Any]] = {
     "barrier": lambda bench: unidist.barrier(),
     "all_reduce": lambda bench: unidist.all_reduce(bench.tensor(np.ones(3))),
     "all_gather": lambda bench: unidist.all_gather(bench.tensor(np.ones(3))),
+    "reduce_scatter": lambda bench: unidist.reduce_scatter(bench.tensor(np.ones(3))),
+    "all_to_all": lambda bench: unidist.all_to_all(bench.tensor(np.ones(3))),
     "broadcast": lambda bench: unidist.broadcast(bench.tensor(np.ones(3))),
     "broadcast_object": lambda bench: unidist.broadcast_object({}),
     "all_gather_object": lambda bench: unidist.all_gather_object({}),
+    "new_group": lambda bench: unidist.new_group([0]),
 }
 
 
