@@ -249,6 +249,7 @@ class Step(ABC):
         self._window = Window(options.accumulation, backend.world.size)
         self._losses: list[tuple[Any, Any]] = []
         self._sums = [0.0, 0.0]
+        self._skipped = False  # the window ended without an update: a scaler found gradients that are not finite
 
     def __call__(self, batch: Any) -> Any:
         """One batch: forward, backward, and at the end of a window the exchange and the update."""
@@ -260,7 +261,7 @@ class Step(ABC):
         losses.append((loss, weight))
         if len(losses) >= 256:
             self._fold()
-        if window.complete:
+        if window.complete and not self._skipped:
             self.updates += 1
             if self._options.scheduler is not None:
                 self._options.scheduler.step()

@@ -14,6 +14,7 @@ from unidist.base import Step, StepOptions
 from unidist.batch import Share
 from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
+from unidist_torch.precision import Autocast, check_precision, make_scaler
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
@@ -92,12 +93,14 @@ class Losses:
         if self._class_loss is not None and sample_weight is None and not targets.is_floating_point():
             weight = class_weight(self._loss, targets)
             if weight is not None:
-                return self._class_loss(outputs, targets), weight.to(outputs.dtype)
+                total = self._class_loss(outputs, targets)
+                return total, weight.to(total.dtype)
         return self._reduced(self._loss(outputs, targets), sample_weight)
 
     def _reduced(self, result: Any, sample_weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(result, tuple):
             total, weight = result
+            total = total.to(torch.promote_types(total.dtype, torch.float32))  # half precision can't count above some hundreds
             return total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach()
         if result.ndim == 0:
             if sample_weight is not None:
@@ -139,11 +142,14 @@ class TorchStep(Step):
         super().__init__(backend, model, options)
         self._torch = backend
         self._optimizer = optimizer
-        self._losses_of = Losses(model, options.loss, options.compute_loss)
+        check_precision(model, options.precision)
+        losses = Losses(model, options.loss, options.compute_loss)
+        self._losses_of = losses if options.precision is None else Autocast(losses, backend.device, options.precision)
         self._native = isinstance(optimizer, torch.optim.Optimizer)
         self._engines = backend.engines.of(model)
         self._weights: list[torch.Tensor] = []
         backend.check_step(model, optimizer)
+        self._scaler = make_scaler(backend, options, self._native)
 
     def _run(self, batch: Any, share: Share | None, factor: float) -> tuple[Any, Any]:
         window = self._window
@@ -165,6 +171,8 @@ class TorchStep(Step):
         elif weight is not None:
             factor = 1.0
         loss = value if factor == 1.0 else value * (factor or 1.0)
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
         if self._engines:
             self._torch.run_backward(loss)
         else:
@@ -211,9 +219,14 @@ class TorchStep(Step):
         options = self._options
         if self._native:
             self._torch.engines.check(self._engines)
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
             if options.clip_norm is not None or options.clip_value is not None:
                 self.last_norm = self._torch._clip(self._optimizer, max_norm=options.clip_norm, max_value=options.clip_value)
-            self._optimizer.step()
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaled_step()
             return
         variables = self._model.trainable_variables
         gradients = [v.value.grad for v in variables]
@@ -221,6 +234,13 @@ class TorchStep(Step):
             gradients = self._torch.average_keras(gradients, variables, scale=1.0, weight=None)
             gradients, self.last_norm = clip(gradients, options.clip_norm, options.clip_value)
             type(self._optimizer).apply(self._optimizer, gradients, variables)
+
+    def _scaled_step(self) -> None:
+        """The update, unless a gradient is not finite: it is reduced already, so that all ranks skip it or none does."""
+        before = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._skipped = self._scaler.get_scale() < before
 
     def _result(self, value: torch.Tensor, weight: Any, share: Share | None, empty: bool) -> tuple[Any, Any]:
         if empty:

@@ -1,6 +1,6 @@
 """The checks of the contract, one module per point or group."""
 
 MODULES = """
-    gradients own_loops keras_loops same_start accumulation clipping parameters batchnorm native_objects collectives waits data loaders
-    metrics refusals randomness
+    gradients own_loops keras_loops same_start accumulation clipping precision parameters batchnorm native_objects collectives waits data
+    loaders metrics refusals randomness
 """.split()
