@@ -14,7 +14,6 @@ from unidist.errors import FrameworkMismatchError
 from unidist.metrics import Mean as _Mean
 from unidist.metrics import sum_over_ranks
 
-
 _PRECISIONS = (None, "bf16", "fp16")
 
 
