@@ -8,6 +8,7 @@ import numpy as np
 
 import unidist
 from field_cases.toys import after_step, numbers, w1, weight_of
+from unidist.testing import compare
 from unidist.testing.bench import Bench
 from unidist.testing.table import check, exchanges_in_backward
 
@@ -71,3 +72,29 @@ def built_before(bench: Bench) -> None:
     for batch in unidist.wrap_data(numbers(1, 2, 3), global_batch_size=3):
         step(batch)
     bench.close(weight_of(bench, model), after_step(1, 2, 3), "the weight")
+
+
+@check(7, "attributes and methods of the user's model", number=80, flavours="native")
+def attributes(bench: Bench) -> None:
+    torch = bench.module
+
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(1, 1)
+            self.config = {"width": 1}
+
+        def forward(self, x: Any) -> Any:
+            return self.module(x)
+
+        @torch.no_grad()
+        def generate(self, x: Any) -> Any:
+            return self(x)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model = unidist.wrap_model(Net())
+    compare.same((model.config, type(model.module)), ({"width": 1}, torch.nn.Linear), "config and module")
+    compare.true(not model.generate(torch.ones(1, 1, device=bench.backend.device)).requires_grad, "generate works without gradients")
+    compare.same(type(unidist.wrap_optimizer(model.configure_optimizers(), model)), torch.optim.SGD, "the optimizer")
