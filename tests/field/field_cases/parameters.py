@@ -91,3 +91,39 @@ def dtypes(bench: Bench) -> None:
         compare.same(bench.dtype(held), kind, "the dtype")
         compare.true(not held.any(), f"the {kind} buffer is rank 0's")
     compare.same((bench.dtype(model.count), model.count.tolist()), ("int64", [0, 0]), "the integer parameter")
+
+
+@check(5, "a layer frozen after one step and thawed after two more", number=20, flavours="native")
+def thawed(bench: Bench) -> None:
+    """y = b * a * x with weights 1: a follows only in the first and fourth update."""
+    torch = bench.module
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)).double()
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    unidist.wrap_model(model)
+    optimizer = unidist.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    mean, a, b = np.mean(np.arange(1.0, bench.size + 1)), 1.0, 1.0
+    for number in range(4):
+        frozen = number in (1, 2)
+        model[0].requires_grad_(not frozen)
+        optimizer.zero_grad()
+        model(bench.tensor([[1.0 + bench.rank]])).sum().backward()
+        optimizer.step()
+        a, b = a - 0.01 * mean * b * (not frozen), b - 0.01 * mean * a
+    bench.close([float(layer.weight) for layer in model], [a, b], "the weights")
+
+
+@check(6, "two forward passes with BatchNorm, one backward, as in a GAN", number=23, flavours="native")
+def two_forwards(bench: Bench) -> None:
+    torch = bench.module
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)).double()
+    unidist.wrap_model(model)
+    optimizer = unidist.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    rows = bench.tensor(np.random.default_rng(bench.rank).normal(size=(2, 4, 2)))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(rows[0]).square().mean() - model(rows[1]).sigmoid().mean()).backward()
+        optimizer.step()
+    gradients = bench.everywhere([bench.array(p.grad).tobytes() for p in model.parameters()])
+    compare.true(all(row == gradients[0] for row in gradients), "the gradients are the same on all ranks")
+    compare.true(all(bool(p.grad.any()) for p in model[2].parameters()), "there are gradients")
