@@ -285,6 +285,7 @@ class Step(ABC):
         self._window = Window(options.accumulation, backend.world.size)
         self._losses: list[tuple[Any, Any]] = []
         self._sums = [0.0, 0.0]
+        self._skipped = False  # the window ended without an update: a scaler found gradients that are not finite
 
     def __call__(self, batch: Any) -> Any:
         """One batch: forward, backward, and at the end of a window the exchange and the update."""

@@ -73,9 +73,9 @@ def make_train_step(
     is not a mean over samples. A batch is (inputs, targets) or (inputs, targets, sample_weight); inputs are a tensor, a tuple
     (positional) or a dict (keywords). gradient_accumulation_steps: batches per update; a window ends with the epoch. clip_norm,
     clip_value: bounds on the reduced gradient. precision: "bf16" or "fp16", in which the forward pass computes where that is safe, while
-    weights and updates stay as they are. scheduler: stepped once per update (torch). scaler: of losses in fp16, torch's
-    GradScaler ("fp16" makes one when it gets none); an update with infinite gradients is skipped on all ranks, and counts neither in
-    `updates` nor for the scheduler.
+    weights and updates stay as they are (torch modules; Keras models have a dtype policy for it). scheduler: stepped once per update
+    (torch). scaler: torch's GradScaler, set to rank 0's state; one is made for "fp16" when none is given. An update that it skips, on
+    all ranks or none, is not counted and steps no scheduler.
     check_every: after every so many updates compare all replicas bit for bit, as `assert_replicas_equal` does.
 
     `step.mean_loss()` is the exact mean over all samples and ranks since its last call, `step.updates` the number of updates.

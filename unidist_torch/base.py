@@ -145,6 +145,7 @@ class TorchBackend(Backend):
             self._check_parameters(optimizer, model)
             if frameworks.is_keras(model) and self.engines.get(model) is None:
                 self._attach(model, find_unused=False, options={})
+        state.place(optimizer)
         self._same_start(optimizer, 0)
         if self.world.size > 1:
             self.engines.watch(optimizer)

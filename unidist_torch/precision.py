@@ -1,13 +1,14 @@
-"""What `make_train_step(precision=..., scaler=...)` adds on PyTorch: a forward pass under autocast, and a loss that is scaled."""
+"""Half precision in the training step: the forward pass under autocast, and torch's scaler around the update."""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unidist import frameworks
+from unidist.agreement import check_same
 from unidist.base import StepOptions
 from unidist.errors import UnsupportedError
 
@@ -15,49 +16,51 @@ if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALVES = (torch.bfloat16, torch.float16)
+Value = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
-class Precision:
-    """How a step computes: `autocast` around model and loss, and the scaler of its losses, if any.
+class Autocast:
+    """Losses computed under `torch.autocast`; a loss that comes out in half precision is widened, the weights stay as they are."""
 
-    With "fp16" and no scaler of the user's a GradScaler is made, since small gradients vanish in float16. All ranks begin with rank 0's.
+    def __init__(self, losses: Callable[[Any], Value], device: torch.device, precision: str) -> None:
+        self._losses = losses
+        self._device_type = device.type
+        self._dtype = _DTYPES[precision]
+
+    def __call__(self, batch: Any) -> Value:
+        with torch.autocast(self._device_type, self._dtype):
+            value, weight = self._losses(batch)
+        return (value.float() if value.dtype in _HALVES else value), weight
+
+
+def check_precision(model: Any, precision: str | None) -> None:
+    """Raise UnsupportedError for Keras models, whose layers choose the dtypes in which they compute when they are built."""
+    if precision is not None and frameworks.is_keras(model):
+        policy = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}[precision]
+        raise UnsupportedError(
+            f"precision={precision!r} is for torch modules; a Keras model takes it from its dtype policy: call "
+            f"keras.mixed_precision.set_global_policy({policy!r}) before the model is built"
+        )
+
+
+def make_scaler(backend: TorchBackend, options: StepOptions, native: bool) -> Any:
+    """The scaler of a step, equal on all ranks to rank 0's; None without one. fp16 gets one by itself.
+
+    Raises TypeError for something else than torch's GradScaler, UnsupportedError with a Keras optimizer, MismatchError when it is
+    switched off on some ranks only.
     """
-
-    def __init__(self, backend: TorchBackend, model: Any, optimizer: Any, options: StepOptions) -> None:
-        self._device = backend.device.type
-        self._dtype = _DTYPES.get(options.precision or "")
-        if options.precision is not None and frameworks.is_keras(model):
-            raise UnsupportedError(
-                f"precision={options.precision!r} is for torch modules; a Keras model computes by its dtype policy: call "
-                "keras.config.set_dtype_policy('mixed_bfloat16') or ('mixed_float16') before it is built"
-            )
-        if options.scaler is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise UnsupportedError(
-                "scaler= goes with a torch optimizer; for one of Keras' use keras.optimizers.LossScaleOptimizer around it"
-            )
-        self.scaler = options.scaler
-        if self.scaler is None and options.precision == "fp16":
-            self.scaler = torch.amp.GradScaler(self._device)
-        if self.scaler is not None and not hasattr(self.scaler, "unscale_"):
-            raise TypeError(f"scaler is a torch.amp.GradScaler, not a {type(self.scaler).__name__}")
-        if self.scaler is not None:
-            backend._same_start(self.scaler, 0)
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing is to be done."""
-        return self._dtype is None
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward pass and the loss."""
-        return torch.autocast(self._device, dtype=self._dtype)
-
-    def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """The optimizer's step on scaled gradients that were reduced; whether it took place.
-
-        What is infinite on one rank was made so on all by the reduction, so that all skip, and all have the same scale after it.
-        """
-        before = self.scaler.get_scale()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return bool(self.scaler.get_scale() >= before)
+    scaler = options.scaler
+    if scaler is None and options.precision == "fp16" and native:
+        scaler = torch.amp.GradScaler(backend.device.type)
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler is a torch.amp.GradScaler, not a {type(scaler).__name__}")
+    if not native:
+        raise UnsupportedError("a torch GradScaler scales for torch optimizers; with Keras' use keras.optimizers.LossScaleOptimizer")
+    check_same(backend.control, "the scaler", [["the scaler", "enabled" if scaler.is_enabled() else "switched off"]])
+    if not scaler.is_enabled():
+        return None
+    backend._same_start(scaler, 0)
+    return scaler

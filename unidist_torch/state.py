@@ -118,6 +118,17 @@ def broadcast_state(transport: Transport, control: Control, rank: int, obj: Any,
     obj.load_state_dict(map_nest(fetch, skeleton))
 
 
+def place(optimizer: torch.optim.Optimizer) -> None:
+    """State that lies on another device than its parameter (loaded before the model moved) goes there, as `load_state_dict` does it."""
+    if any(_lies_apart(held, parameter) for parameter, held in optimizer.state.items() if isinstance(parameter, torch.Tensor)):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _lies_apart(held: Any, parameter: torch.Tensor) -> bool:
+    tensors_held = [leaf for leaf in _leaves({k: v for k, v in held.items() if k != "step"}) if isinstance(leaf, torch.Tensor)]
+    return any(leaf.device != parameter.device for leaf in tensors_held)
+
+
 class _Slot:
     """The place of a tensor in a state that travels without its tensors."""
 

@@ -15,7 +15,7 @@ from unidist.batch import Share
 from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
 from unidist_torch.class_losses import as_total, class_weight, scalar_weight
-from unidist_torch.precision import Precision
+from unidist_torch.precision import Autocast, check_precision, make_scaler
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
@@ -94,14 +94,15 @@ class Losses:
         if self._class_loss is not None and sample_weight is None and not targets.is_floating_point():
             weight = class_weight(self._loss, targets)
             if weight is not None:
-                return self._class_loss(outputs, targets), weight.to(torch.promote_types(outputs.dtype, torch.float32))
+                total = self._class_loss(outputs, targets)
+                return total, weight.to(total.dtype)
         return self._reduced(self._loss(outputs, targets), sample_weight)
 
     def _reduced(self, result: Any, sample_weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(result, tuple):
             total, weight = result
-            wide = torch.promote_types(total.dtype, torch.float32)
-            return total, torch.as_tensor(weight, dtype=wide, device=total.device).detach()
+            total = total.to(torch.promote_types(total.dtype, torch.float32))  # half precision can't count above some hundreds
+            return total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach()
         if result.ndim == 0:
             if sample_weight is not None:
                 raise UnsupportedError(
@@ -129,14 +130,15 @@ class TorchStep(Step):
         super().__init__(backend, model, options)
         self._torch = backend
         self._optimizer = optimizer
-        self._losses_of = Losses(model, options.loss, options.compute_loss)
+        check_precision(model, options.precision)
+        losses = Losses(model, options.loss, options.compute_loss)
+        self._losses_of = losses if options.precision is None else Autocast(losses, backend.device, options.precision)
         self._native = isinstance(optimizer, torch.optim.Optimizer)
         self._engines = backend.engines.of(model)
         self._summed = backend.world.size > 1 or options.accumulation > 1  # what a loss divides by then has to be known
         self._weights: list[torch.Tensor] = []
         backend.check_step(model, optimizer)
-        self._precision = Precision(backend, model, optimizer, options)
-        self.scaler = self._precision.scaler
+        self.scaler = make_scaler(backend, options, self._native)
 
     def _run(self, batch: Any, share: Share | None, factor: float) -> tuple[Any, Any]:
         window = self._window
@@ -146,7 +148,7 @@ class TorchStep(Step):
             self._torch.shares.hold()
         if holds_arrays(batch):
             batch = to_tensors(batch, self._torch.device)
-        value, weight = self._losses_of(batch) if self._precision.plain else self._autocast(batch)
+        value, weight = self._losses_of(batch)
         if weight is None and self._summed:
             weight = scalar_weight(value, share)
             value = value if weight is None else as_total(value, weight)
@@ -171,11 +173,6 @@ class TorchStep(Step):
         if window.complete:
             self._update()
         return self._result(value.detach(), weight, share, empty)
-
-    def _autocast(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with self._precision.autocast():
-            value, weight = self._losses_of(batch)
-        return (value.float() if value.dtype.itemsize < 4 else value), weight
 
     def _begin(self) -> None:
         self._weights.clear()
@@ -214,14 +211,14 @@ class TorchStep(Step):
         options = self._options
         if self._native:
             self._torch.engines.check(self._engines)
+            if self.scaler is not None:
+                self.scaler.unscale_(self._optimizer)
             if options.clip_norm is not None or options.clip_value is not None:
-                if self.scaler is not None:
-                    self.scaler.unscale_(self._optimizer)
                 self.last_norm = self._torch._clip(self._optimizer, max_norm=options.clip_norm, max_value=options.clip_value)
             if self.scaler is None:
                 self._optimizer.step()
             else:
-                self._skipped = not self._precision.update(self._optimizer)
+                self._scaled_step()
             return
         variables = self._model.trainable_variables
         gradients = [v.value.grad for v in variables]
@@ -229,6 +226,13 @@ class TorchStep(Step):
             gradients = self._torch.average_keras(gradients, variables, scale=1.0, weight=None)
             gradients, self.last_norm = clip(gradients, options.clip_norm, options.clip_value)
             type(self._optimizer).apply(self._optimizer, gradients, variables)
+
+    def _scaled_step(self) -> None:
+        """The update, unless a gradient is not finite: it is reduced already, so that all ranks skip it or none does."""
+        before = self.scaler.get_scale()
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
+        self._skipped = self.scaler.get_scale() < before
 
     def _result(self, value: torch.Tensor, weight: Any, share: Share | None, empty: bool) -> tuple[Any, Any]:
         if empty:

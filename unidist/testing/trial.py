@@ -67,12 +67,15 @@ def setup(bench: Bench, trial: Trial, **options: Any) -> tuple[Any, Any, unidist
     return model, optimizer, unidist.wrap_data(parts, global_batch_size=trial.batch(bench.replicas))
 
 
-def verify(bench: Bench, trial: Trial) -> None:
-    """Train with make_train_step; weights, epoch losses, norms and the number of updates are those of one device."""
+def verify(bench: Bench, trial: Trial, **options: Any) -> None:
+    """Train with make_train_step; weights, epoch losses, norms and the number of updates are those of one device.
+
+    options: more of make_train_step's, which must not change the result.
+    """
     model, optimizer, data = setup(bench, trial)
     step = unidist.make_train_step(
         model, optimizer, bench.loss(trial.network, trial.form), gradient_accumulation_steps=trial.accumulation,
-        clip_norm=trial.clip_norm, clip_value=trial.clip_value,
+        clip_norm=trial.clip_norm, clip_value=trial.clip_value, **options,
     )  # fmt: skip
     losses, norms = [], []
     for _ in range(trial.epochs):

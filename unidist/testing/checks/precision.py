@@ -1,4 +1,4 @@
-"""Contract 1 and 2: half precision in the forward pass, and scaled losses, on which all ranks agree."""
+"""Contract 1, 2, 3, 4 and 12 of a step's precision, scaler and check_every, and of a scaler in own loops."""
 
 from __future__ import annotations
 
@@ -7,151 +7,215 @@ from typing import Any
 import numpy as np
 
 import unidist
-from unidist.errors import UnsupportedError
+from unidist.errors import MismatchError, UnsupportedError
 from unidist.testing import compare
 from unidist.testing.bench import Bench
-from unidist.testing.table import check
-from unidist.testing.trial import Trial, setup, truth
+from unidist.testing.table import check, exchanges_in_backward, several_processes
+from unidist.testing.trial import Trial, setup, truth, verify
+
+_NEEDS = (exchanges_in_backward,)
+_RATE = 2.0**-7
 
 
-def _scaler(bench: Bench, scale: float = 1024.0) -> Any:
-    return bench.module.amp.GradScaler(bench.backend.device.type, init_scale=scale)
+def _doubling(bench: Bench, dtype: Any = None, batches: int = 1) -> tuple[Any, Any, unidist.Data]:
+    """A weight of 1 for targets that are twice the inputs 1, 2, ..., the same in each batch: shares of two samples, and one of one."""
+    n = max(2 * bench.replicas - 1, 2)
+    model = bench.model("linear", {"0/kernel": np.ones((1, 1))}, wrapped=False)
+    model = unidist.wrap_model(model if dtype is None else model.to(dtype))
+    x = np.arange(1.0, n + 1, dtype=np.float64 if dtype is None else np.float32)[:, None]
+    x = np.tile(x, (batches, 1))
+    return model, bench.optimizer("plain", model, rate=_RATE), unidist.wrap_data((x, 2 * x), global_batch_size=n)
 
 
-@check(1, "precision: the forward pass in half precision, weights and updates in float32", flavours="native",
-       cases={"bf16": ("bf16", 2.0**-7), "fp16": ("fp16", 2.0**-10)})  # fmt: skip
-def precision(bench: Bench, case: tuple[str, float]) -> None:
-    name, unit = case
-    torch, trial = bench.module, Trial(rest="uneven")
-    model = bench.model("mlp", wrapped=False).float()
-    unidist.wrap_model(model)
-    optimizer = bench.optimizer("sgd", model)
+def _doubled(bench: Bench) -> float:
+    """The weight after one step."""
+    n = max(2 * bench.replicas - 1, 2)
+    return float(1.0 + 2 * _RATE * np.square(np.arange(1.0, n + 1)).mean())
+
+
+@check(1, "half precision: the forward pass is in it, weights and gradients are not; the step is one device's within its rounding",
+       flavours="native", needs=_NEEDS, cases={"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16")})  # fmt: skip
+def half_precision(bench: Bench, case: tuple[str, str]) -> None:
+    """fp16 makes a scaler by itself, whose first scale is too large for these gradients: it skips updates, which count for nothing."""
+    precision, name = case
+    model, optimizer, data = _doubling(bench, bench.module.float32)
     seen = set()
 
     def loss(outputs: Any, targets: Any) -> Any:
-        seen.add(outputs.dtype)
-        return ((outputs - targets) ** 2).mean(1)
+        seen.add(bench.dtype(outputs))
+        return ((outputs - targets) ** 2).mean()
 
-    step = unidist.make_train_step(
-        model, optimizer, loss, precision=name, check_every=1, scaler=_scaler(bench, 64.0) if name == "fp16" else None
-    )
-    samples = trial.samples(bench.replicas)
-    data = (samples.inputs.astype(np.float32), samples.targets.astype(np.float32))
-    for batch in unidist.wrap_data(data, global_batch_size=trial.batch(bench.replicas)):
+    step = unidist.make_train_step(model, optimizer, loss, precision=precision)
+    for _ in range(20):
+        for batch in data:
+            if step.updates == 0:
+                step(batch)
+    compare.same(seen, {name}, "the dtypes of the outputs")
+    (parameter,) = model.parameters()
+    compare.same((bench.dtype(parameter), bench.dtype(parameter.grad)), ("float32", "float32"), "the dtypes of weight and gradient")
+    compare.same(step.updates, 1, "the number of updates")
+    bench.close(bench.array(parameter), np.full((1, 1), _doubled(bench)), "the weight", tolerance=2.0**-8)
+    unidist.assert_replicas_equal(model)
+
+
+@check(1, "half precision: weights of (total, weight) losses count exactly", flavours="native", needs=_NEEDS)
+def half_precision_total(bench: Bench) -> None:
+    """A total in bfloat16, in which 257 is 256 and 259 is 260."""
+    model, optimizer, data = _doubling(bench, bench.module.float32)
+    weights = []
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        weights.append(257.0 + 2 * bench.rank)
+        return (outputs * 0).sum() + weights[-1], weights[-1]
+
+    step = unidist.make_train_step(model, optimizer, loss, precision="bf16")
+    for batch in data:
         step(batch)
-    compare.same(seen, {torch.bfloat16 if name == "bf16" else torch.float16}, "the dtypes of the outputs")
-    compare.same({p.dtype for p in model.parameters()}, {torch.float32}, "the dtypes of the weights")
-    expected = truth(bench, Trial(rest="uneven", epochs=1))
-    distances = [np.abs(bench.weights(model)[key] - value).max() for key, value in expected.weights.items()]
-    compare.true(1e-7 < max(distances) < 8 * unit, f"the weights differ from those of float64 by rounding, not by {max(distances):.3g}")
-    bench.close(step.mean_loss(), expected.epoch_losses()[0], "the mean loss", tolerance=8 * unit)
+    total = sum(257.0 + 2 * rank for rank in range(bench.size))
+    bench.close(step._sums[1] + float(step._losses[0][1]), weights[0], "the weight that was counted")
+    bench.close(step.mean_loss(), sum(bench.everywhere(_in_half(bench, weights[0]))) / total, "the mean loss", tolerance=1e-6)
+
+
+def _in_half(bench: Bench, value: float) -> float:
+    return float(bench.tensor(0.0, "bfloat16") + value)
 
 
 SCALED = {
-    "uneven": Trial(), "windows": Trial(accumulation=2), "clipped": Trial(clip_norm=0.25),
-    "total": Trial("classifier", "adam", form="total", accumulation=2),
-}  # fmt: skip
+    "uneven": Trial(),
+    "norm": Trial(clip_norm=0.25),
+    "empty-share-of-a-window": Trial(rest="one", steps=3, accumulation=2, clip_norm=0.25),
+    "total": Trial("classifier", "adam", form="total", steps=3, accumulation=2),
+}
 
 
-@check(1, "a scaler of losses changes nothing where all is finite", flavours="native", cases=SCALED)
-def scaled(bench: Bench, trial: Trial) -> None:
-    model, optimizer, data = setup(bench, trial)
-    step = unidist.make_train_step(
-        model, optimizer, bench.loss(trial.network, trial.form), gradient_accumulation_steps=trial.accumulation, clip_norm=trial.clip_norm,
-        scaler=_scaler(bench),
-    )  # fmt: skip
-    norms = []
-    for _ in range(trial.epochs):
-        for batch in data:
-            before = step.updates
-            step(batch)
-            if trial.clip_norm is not None and step.updates > before:
-                norms.append(float(bench.array(step.last_norm)))
-    expected = truth(bench, trial)
-    bench.close(bench.weights(model), expected.weights, "weight")
-    if norms:
-        bench.close(np.array(norms), expected.norms, "the norms before clipping")
+@check(4, "a scaler changes nothing: unscaled after the exchange, then clipped", flavours="native", needs=_NEEDS, cases=SCALED,
+       few=("empty-share-of-a-window",))  # fmt: skip
+def scaler(bench: Bench, trial: Trial) -> None:
+    """Scales that differ between the ranks become rank 0's; powers of two, so that nothing is rounded."""
+    scaler = bench.module.amp.GradScaler(bench.backend.device.type, init_scale=2.0 ** (6 + bench.rank), growth_interval=2)
+    verify(bench, trial, scaler=scaler)
+    compare.true(scaler.get_scale() > 2.0**6, "the scale grew")
+    compare.same(len(set(bench.everywhere(scaler.get_scale()))), 1, "the number of different scales")
 
 
-@check(1, "one infinite gradient anywhere: all ranks skip, with the same scale after it; the scheduler waits", flavours="native")
-def infinite(bench: Bench) -> None:
-    torch, n = bench.module, 2 * bench.replicas
-    model = bench.model("linear")
-    optimizer = bench.optimizer("sgd", model, momentum=0.0, rate=2.0**-7)
+@check(4, "a gradient that is not finite on one rank: all skip the update, which is not counted and steps no scheduler",
+       flavours="native", needs=_NEEDS, few=True, cases={"1": 1, "2": 2})  # fmt: skip
+def overflow(bench: Bench, window: int) -> None:
+    """In a window of two it comes with the first batch."""
+    torch = bench.module
+    model, optimizer, data = _doubling(bench, batches=window)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    scaler = _scaler(bench, 8.0)
-    step = unidist.make_train_step(model, optimizer, bench.loss("linear", "mean"), scaler=scaler, scheduler=scheduler)
-    x = np.ones((3 * n, 1))
-    y = np.full((3 * n, 1), 2.0)
-    y[2 * n - 1] = np.inf  # of the last replica, in the second batch
-    scales, weights, rates = [], [], []
-    for batch in unidist.wrap_data((x, y), global_batch_size=n):
+    scaler = torch.amp.GradScaler(bench.backend.device.type, init_scale=8.0)
+    factors = [float("inf") if bench.rank == bench.size - 1 else 1.0] + [1.0] * (2 * window - 1)
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        return (factors.pop(0) * (outputs - targets) ** 2).mean()
+
+    step = unidist.make_train_step(
+        model, optimizer, loss, scaler=scaler, scheduler=scheduler, clip_norm=1e6, gradient_accumulation_steps=window
+    )
+    for batch in data:
         step(batch)
-        scales.append(scaler.get_scale())
-        weights.append(float(bench.array(next(model.parameters()))[0, 0]))
-        rates.append(bench.learning_rate(optimizer))
-    compare.same(bench.everywhere(scales), [[8.0, 4.0, 4.0]] * bench.size, "the scales")
-    compare.same(weights[1], weights[0], "the weight after the skipped update")
-    bench.close(weights[2], weights[1] + rates[1] * 2 * (2.0 - weights[1]), "the weight after the third")
-    compare.same(rates, [2.0**-8, 2.0**-8, 2.0**-9], "the rates")
-    compare.same(step.updates, 2, "step.updates")
+    bench.close(bench.weights(model)["0/kernel"], [[1.0]], "the weight after the skipped update")
+    compare.same((step.updates, scaler.get_scale(), bench.learning_rate(optimizer)), (0, 4.0, _RATE), "updates, scale and rate")
+    for batch in data:
+        step(batch)
+    compare.same((step.updates, scaler.get_scale(), bench.learning_rate(optimizer)), (1, 4.0, _RATE / 2), "updates, scale and rate after")
+    bench.close(bench.weights(model)["0/kernel"], [[_doubled(bench)]], "the weight")
     bench.equal_everywhere(model)
 
 
-@check(2, "a scaler's scale becomes rank 0's", flavours="native")
-def same_scale(bench: Bench) -> None:
-    model = bench.model("linear")
-    optimizer, scaler = bench.optimizer("sgd", model), _scaler(bench, 4.0 if bench.rank == 0 else 4096.0)
-    unidist.make_train_step(model, optimizer, bench.loss("linear", "mean"), scaler=scaler)
-    compare.same(scaler.get_scale(), 4.0, "the scale")
-    made = unidist.make_train_step(model, optimizer, bench.loss("linear", "mean"), precision="fp16")
-    compare.true(isinstance(made.scaler, bench.module.amp.GradScaler), "fp16 has a scaler of its own")
-
-
-@check(1, "a scaler in an own loop: scale, backward, unscale, clip, step", flavours="native")
+@check(4, "a scaler in an own loop: scale, unscale_, clip, step, update", flavours="native", needs=_NEEDS)
 def own_scaler(bench: Bench) -> None:
-    trial = Trial(clip_norm=0.25)
+    trial = Trial(rest="one", clip_norm=0.25)
     model, optimizer, data = setup(bench, trial)
-    loss, scaler, torch = bench.loss("mlp", "mean"), _scaler(bench), bench.module
+    loss, norms = bench.loss("mlp", "mean"), []
+    scaler = unidist.broadcast(bench.module.amp.GradScaler(bench.backend.device.type, init_scale=2.0 ** (6 + bench.rank)))
     for _ in range(trial.epochs):
         for x, y in data:
             optimizer.zero_grad()
-            with torch.autocast(bench.backend.device.type, dtype=torch.bfloat16):  # float64 passes through it as it is
-                value = loss(model(x), y)
-            scaler.scale(value).backward()
+            scaler.scale(loss(model(x), y)).backward()
             scaler.unscale_(optimizer)
-            unidist.clip_gradients(optimizer, max_norm=0.25)
+            norms.append(float(unidist.clip_gradients(optimizer, max_norm=0.25)))
             scaler.step(optimizer)
             scaler.update()
-    bench.close(bench.weights(model), truth(bench, trial).weights, "weight")
-    bench.equal_everywhere(model)
+    expected = truth(bench, trial)
+    bench.close(bench.weights(model), expected.weights, "weight")
+    bench.close(np.array(norms), expected.norms, "the norms before clipping")
+    compare.same(scaler.get_scale(), 2.0**6, "the scale")
 
 
-@check(2, "check_every notices one bit that differs, while training", flavours="native")
-def checked_while_training(bench: Bench) -> None:
-    from unidist.errors import MismatchError
+@check(1, "autocast in an own loop", flavours="native", needs=_NEEDS)
+def own_autocast(bench: Bench) -> None:
+    torch = bench.module
+    model, optimizer, data = _doubling(bench, torch.float32)
+    for x, y in data:
+        optimizer.zero_grad()
+        with torch.autocast(bench.backend.device.type, torch.bfloat16):
+            outputs = model(x)
+            loss = ((outputs - y) ** 2).mean()
+        compare.same(bench.dtype(outputs), "bfloat16", "the dtype of the outputs")
+        loss.backward()
+        optimizer.step()
+    bench.close(bench.array(next(model.parameters())), np.full((1, 1), _doubled(bench)), "the weight", tolerance=2.0**-8)
+    unidist.assert_replicas_equal(model)
 
-    model = bench.model("linear")
-    step = unidist.make_train_step(model, bench.optimizer("sgd", model, rate=2.0**-7), bench.loss("linear", "mean"), check_every=2)
-    x = np.ones((4 * bench.replicas, 1))
-    batches = list(unidist.wrap_data((x, 2 * x), global_batch_size=bench.replicas))
-    for batch in batches[:2]:
-        step(batch)
-    if bench.size == 1:
+
+@check(2, "check_every finds replicas that went apart, at the next update that it checks", needs=(several_processes,))
+def check_every(bench: Bench) -> None:
+    trial = Trial(rest="none", steps=4, epochs=1)
+    model, optimizer, data = setup(bench, trial)
+    step = unidist.make_train_step(model, optimizer, bench.loss("mlp", "mean"), check_every=2)
+    for number, batch in enumerate(data):
+        if number == 2 and bench.rank == 1:
+            _drift(bench, model)
+        if number < 3:
+            step(batch)
+        else:
+            with compare.raises(MismatchError, "rank"):
+                step(batch)
+    compare.same(step.updates, 4, "step.updates")
+
+
+def _drift(bench: Bench, model: Any) -> None:
+    if bench.flavour == "keras":
+        model.set_weights([value + 1.0 for value in model.get_weights()])
         return
-    if bench.rank == bench.size - 1:
-        with bench.module.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.0 + 2.0**-50)
-    step(batches[2])
-    with compare.raises(MismatchError, "0.weight", f"rank {bench.size - 1}"):
-        step(batches[3])
+    with bench.module.no_grad():
+        next(model.parameters()).add_(1.0)
 
 
-@check(12, "Keras' own means are named where it has them", flavours="keras", needs=())
-def half_precision_of_keras(bench: Bench) -> None:
+@check(12, "precision, scaler and check_every are checked")
+def precision_arguments(bench: Bench) -> None:
     model = bench.model("mlp")
-    with compare.raises(UnsupportedError, "mixed_bfloat16"):
-        unidist.make_train_step(model, bench.optimizer("sgd", model), bench.loss("mlp", "mean"), precision="bf16")
-    with compare.raises(UnsupportedError, "LossScaleOptimizer"):
-        unidist.make_train_step(model, bench.optimizer("sgd", model), bench.loss("mlp", "mean"), scaler=object())
+    optimizer, loss = bench.optimizer("sgd", model), bench.loss("mlp", "mean")
+    for name, value in (("precision", "half"), ("check_every", -1), ("check_every", 1.5)):
+        with compare.raises(ValueError, name, repr(value)):
+            unidist.make_train_step(model, optimizer, loss, **{name: value})  # type: ignore[arg-type]
+
+
+@check(12, "a scaler of another kind is refused, as is half precision for Keras models, which have a policy for it", needs=_NEEDS)
+def precision_refused(bench: Bench) -> None:
+    model = bench.model("mlp")
+    optimizer, loss = bench.optimizer("sgd", model), bench.loss("mlp", "mean")
+    with compare.raises(TypeError, "GradScaler"):
+        unidist.make_train_step(model, optimizer, loss, scaler=object())
+    if bench.flavour == "keras":
+        import torch
+
+        for precision, policy in (("bf16", "mixed_bfloat16"), ("fp16", "mixed_float16")):
+            with compare.raises(UnsupportedError, policy):
+                unidist.make_train_step(model, optimizer, loss, precision=precision)
+        with compare.raises(UnsupportedError, "LossScaleOptimizer"):
+            unidist.make_train_step(model, optimizer, loss, scaler=torch.amp.GradScaler("cpu"))
+
+
+@check(
+    2, "a scaler that is switched off on one rank only raises on all", flavours="native", needs=(exchanges_in_backward, several_processes)
+)
+def scaler_on_one_rank(bench: Bench) -> None:
+    model = bench.model("mlp")
+    optimizer, loss = bench.optimizer("sgd", model), bench.loss("mlp", "mean")
+    scaler = bench.module.amp.GradScaler("cpu", enabled=bench.rank == 0)
+    with compare.raises(MismatchError, "scaler", "switched off"):
+        unidist.make_train_step(model, optimizer, loss, scaler=scaler)
