@@ -21,7 +21,9 @@ from unidist_keras.counting import check_keras
 from unidist_keras.names import check_built
 from unidist_tf import gradients as grads
 from unidist_tf import state, tensors
+from unidist_tf.batchnorm import synchronise
 from unidist_tf.data import read_source
+from unidist_tf.differentiable import counted
 from unidist_tf.evaluation import Evaluations, is_metric, merge_metric
 from unidist_tf.keras import Counting, adapt_optimizer, build_optimizer, is_wrapped
 from unidist_tf.shares import TracedShareLog
@@ -83,8 +85,8 @@ class TFBackend(Backend):
         if isinstance(model, keras.Layer):
             check_built(model)
         self._check_place(model, "model")
-        if sync_batchnorm:
-            self._sync_batchnorm(model)
+        if self.num_replicas > 1:
+            synchronise(model, self, every=sync_batchnorm)
         self._same_start(model, 0)
         if isinstance(model, keras.Model):
             self._adapt_model(model)
@@ -93,9 +95,6 @@ class TFBackend(Backend):
 
     def _check_place(self, obj: Any, what: str) -> None:
         """Raise where the variables of a model or optimizer are not where the engine needs them."""
-
-    def _sync_batchnorm(self, model: Any) -> None:
-        """Make BatchNorm layers normalise over the global batch."""
 
     def _adapt_model(self, model: Any) -> None:
         """Make Keras' own fit, evaluate and predict right on this model object."""
@@ -167,9 +166,9 @@ class TFBackend(Backend):
         return self.control.waiting(operation)
 
     def _later_scale(self) -> Any:
-        """How a gradient that is taken here will count later, in `apply`."""
+        """How a gradient that is taken here will count later, in `apply`; 0 for a borrowed sample."""
         if self.counting.scaled:
-            return 1.0
+            return 1.0 if self.counting.rows is None else self.counting.rows > 0
         return self._seen_scale() if self.counting.weight is None else self.counting.weight
 
     def _num_parts(self) -> int:
@@ -294,7 +293,14 @@ class TFBackend(Backend):
         return tensor
 
     def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        return tf.convert_to_tensor(tensor)
+        tensor = tf.convert_to_tensor(tensor)
+        if self._num_parts() == 1:
+            return tensor
+        return counted(lambda x: self._differentiable(name, x, **arguments), tensor, self._later_scale())
+
+    def _differentiable(self, name: str, tensor: tf.Tensor, **arguments: Any) -> tf.Tensor:
+        """A collective over the replicas whose gradient is the sum of what all replicas ask of the result."""
+        raise NotImplementedError
 
     # state
 

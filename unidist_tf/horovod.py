@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import keras
 import tensorflow as tf
 
 from unidist.agreement import given_up
@@ -33,7 +32,6 @@ class Horovod(TFBackend):
 
     name = "horovod"
     abilities: ClassVar[frozenset[str]] = frozenset({"reduce_gradients", "processes"})
-    refuses: ClassVar[Mapping[int, str]] = {6: "no synchronised BatchNorm for Keras 3"}
 
     @classmethod
     def _adopted(cls) -> World | None:
@@ -70,11 +68,6 @@ class Horovod(TFBackend):
         return f"{super()._hardware()}, horovod {'nccl' if hvd.nccl_built() else 'gloo' if hvd.gloo_enabled() else 'mpi'}"
 
     # objects
-
-    def _sync_batchnorm(self, model: Any) -> None:
-        layers = model._flatten_layers() if isinstance(model, keras.Layer) else []
-        if self.world.size > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
-            raise UnsupportedError(f"tensorflow/horovod has {self.refuses[6]}; use the backend mirrored, or another norm")
 
     def _adapt_model(self, model: Any) -> None:
         if self.world.size > 1:
@@ -147,11 +140,8 @@ class Horovod(TFBackend):
         with self._bounded("broadcast"):
             return ops.broadcast(tensor, root)
 
-    def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        tensor = tf.convert_to_tensor(tensor)
-        if self.world.size == 1:
-            return tensor
+    def _differentiable(self, name: str, tensor: tf.Tensor, **arguments: Any) -> tf.Tensor:
         with self._bounded(f"{name}(grad=True)"):
             if name == "all_gather":
-                return ops.differentiable_gather(tensor, self._later_scale())
-            return ops.differentiable_reduce(tensor, arguments["op"], self._later_scale())
+                return ops.differentiable_gather(tensor)
+            return ops.differentiable_reduce(tensor, arguments["op"])

@@ -102,8 +102,8 @@ def broadcast(tensor: tf.Tensor, root: int) -> tf.Tensor:
     return from_bytes(hvd.broadcast(as_bytes(tensor), root, name=name("broadcast")), tensor.dtype, tuple(tensor.shape))
 
 
-def differentiable_reduce(tensor: tf.Tensor, op: str, scale: Any) -> tf.Tensor:
-    """The sum or mean of the ranks' tensors; each rank's gets what all ranks ask of the result, by how they count (`scale`)."""
+def differentiable_reduce(tensor: tf.Tensor, op: str) -> tf.Tensor:
+    """The sum or mean of the ranks' tensors; each rank's gets what all ranks ask of the result."""
     factor = 1.0 / hvd.size() if op == "mean" else 1.0
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -111,14 +111,14 @@ def differentiable_reduce(tensor: tf.Tensor, op: str, scale: Any) -> tf.Tensor:
         (total,) = sum_dense([x])
 
         def gradient(asked: tf.Tensor) -> tf.Tensor:
-            return _asked(asked, scale) * as_dtype(factor, asked.dtype)
+            return sum_dense([asked])[0] * as_dtype(factor, asked.dtype)
 
         return total * as_dtype(factor, x.dtype), gradient
 
     return reduce(tensor)
 
 
-def differentiable_gather(tensor: tf.Tensor, scale: Any) -> tf.Tensor:
+def differentiable_gather(tensor: tf.Tensor) -> tf.Tensor:
     """The ranks' rows joined; each rank's rows get what all ranks ask of them."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -127,16 +127,8 @@ def differentiable_gather(tensor: tf.Tensor, scale: Any) -> tf.Tensor:
 
         def gradient(asked: tf.Tensor) -> tf.Tensor:
             begin = tf.reduce_sum(counts[: hvd.rank()])
-            return _asked(asked, scale)[begin : begin + counts[hvd.rank()]]
+            return sum_dense([asked])[0][begin : begin + counts[hvd.rank()]]
 
         return gather_rows(x), gradient
 
     return gather(tensor)
-
-
-def _asked(gradient: tf.Tensor, scale: Any) -> tf.Tensor:
-    """The sum over ranks of gradients of losses that will count by `scale`, as this rank's own, which will count by its scale."""
-    if isinstance(scale, float) and scale == 1.0:
-        return sum_dense([gradient])[0]
-    own = as_dtype(scale, gradient.dtype)
-    return tf.math.divide_no_nan(sum_dense([gradient * own])[0], own)

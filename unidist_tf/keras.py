@@ -8,8 +8,9 @@ MirroredStrategy: Keras builds from the mean of the replicas' first rows, which 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -27,12 +28,22 @@ if TYPE_CHECKING:
 class Counting(threading.local):
     """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
 
-    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
+    rows: samples of the replica, 0 for a borrowed one; weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
     it counts before gradients are taken, so that nothing is multiplied later.
     """
 
+    rows: Any = None
     weight: Any = None
     scaled: bool = False
+
+    @contextlib.contextmanager
+    def replica(self, rows: Any, *, weight: Any = None, scaled: bool = False) -> Iterator[None]:
+        """Around one replica's forward and backward pass."""
+        self.rows, self.weight, self.scaled = rows, weight, scaled
+        try:
+            yield
+        finally:
+            self.rows, self.weight, self.scaled = None, None, False
 
 
 def is_wrapped(optimizer: Any) -> bool:
@@ -101,13 +112,11 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
     def train_step(data: Any) -> Any:
         check_compiled(model, backend)
         rows = num_rows(data)
-        counting = backend.counting
-        counting.weight = rows
-        try:
-            with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
-                logs = original(data)
-        finally:
-            counting.weight = None
+        with (
+            backend.counting.replica(rows, weight=rows),
+            counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)),
+        ):
+            logs = original(data)
         return _mean_logs(model, backend, logs, rows)
 
     put(model, "train_step", train_step)

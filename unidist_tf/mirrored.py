@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import keras
 import tensorflow as tf
 
 from unidist.batch import Share, split_sizes
@@ -79,11 +78,6 @@ class Mirrored(TFBackend):
                 "unidist.make_train_step(..., gradient_accumulation_steps=k), or the backend horovod"
             )
 
-    def _sync_batchnorm(self, model: Any) -> None:
-        for layer in model._flatten_layers() if isinstance(model, keras.Layer) else []:
-            if isinstance(layer, keras.layers.BatchNormalization):
-                layer.synchronized = True
-
     def _adapt_model(self, model: Any) -> None:
         if self.num_replicas > 1:
             install_train_step(model, self)
@@ -117,10 +111,8 @@ class Mirrored(TFBackend):
         summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present))
         return [None if g is None else next(summed) for g in gradients], None if weight is None else next(summed)
 
-    def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
-        context = self._replica()
-        if context is None or self.local_replicas == 1:
-            return tf.convert_to_tensor(tensor)
+    def _differentiable(self, name: str, tensor: tf.Tensor, **arguments: Any) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
         if name == "all_gather":
             return context.all_gather(tensor, axis=0)
         return context.all_reduce(getattr(tf.distribute.ReduceOp, arguments["op"].upper()), tensor)
