@@ -119,8 +119,6 @@ class TFBackend(Backend):
 
     def _check_optimizer(self, optimizer: Any) -> None:
         """Raise UnsupportedError for what this backend can't do with it."""
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and self.num_replicas > 1:
-            raise UnsupportedError(f"{self.framework}/{self.name} has no loss scaling over several replicas yet; use float32 or bfloat16")
 
     def check_wrapped(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Before an exchange: raise MismatchError for variables of a model that was never wrapped, which began apart on each rank."""

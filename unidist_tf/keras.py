@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from unidist.errors import MismatchError, UnsupportedError
 from unidist_keras.counting import SUM, counted_losses
-from unidist_keras.on_instance import is_put, of_class, put
+from unidist_keras.on_instance import is_put, of_class, put, remove
 from unidist_tf import gradients, state
 
 if TYPE_CHECKING:
@@ -68,13 +68,27 @@ def build_optimizer(optimizer: Any, model: Any) -> None:
 
 
 def adapt_optimizer(optimizer: Any, backend: TFBackend) -> None:
-    """Put an `apply` on the object that exchanges first; its class and `get_config` stay Keras' own."""
+    """Put an `apply` on the object that exchanges first; its class and `get_config` stay Keras' own.
+
+    The optimizer inside a LossScaleOptimizer gets gradients that are reduced already.
+    """
 
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         return _apply(backend, optimizer, list(grads), trainable_variables)
 
     put(optimizer, "apply", apply)
     put(optimizer, "_all_reduce_sum_gradients", list)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = optimizer.inner_optimizer
+        remove(inner, "apply")
+        put(inner, "_all_reduce_sum_gradients", list)
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """What the loss is multiplied by and the optimizer divides gradients by: a number or 0-d tensor, None where nothing is."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return tf.convert_to_tensor(optimizer.dynamic_scale.value)
+    return optimizer.loss_scale_factor
 
 
 def _apply(backend: TFBackend, optimizer: Any, grads: list[Any], variables: Any) -> Any:
@@ -96,8 +110,13 @@ def apply_reduced(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
 
 
 def check_compiled(model: Any, backend: TFBackend) -> None:
-    """Before fit trains with several replicas: raise UnsupportedError unless its optimizer exchanges."""
+    """Before fit trains with several replicas: raise UnsupportedError unless its optimizer exchanges.
+
+    Under mixed_float16 `compile` puts a LossScaleOptimizer around the wrapped optimizer, which exchanges from then on.
+    """
     optimizer = model.optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and is_wrapped(optimizer.inner_optimizer):
+        adapt_optimizer(optimizer, backend)
     if backend.num_replicas > 1 and optimizer is not None and not is_wrapped(optimizer):
         raise UnsupportedError(
             f"the model was compiled with a {type(optimizer).__name__} that did not go through wrap_optimizer, so the replicas' gradients "

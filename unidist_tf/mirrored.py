@@ -70,9 +70,9 @@ class Mirrored(TFBackend):
             )
 
     def _check_optimizer(self, optimizer: Any) -> None:
-        super()._check_optimizer(optimizer)
         self._check_place(optimizer, "optimizer")
-        if optimizer.gradient_accumulation_steps and self.num_replicas > 1:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if inner.gradient_accumulation_steps and self.num_replicas > 1:
             raise UnsupportedError(
                 "gradient_accumulation_steps of Keras' optimizers doesn't run under MirroredStrategy; use "
                 "unidist.make_train_step(..., gradient_accumulation_steps=k), or the backend horovod"

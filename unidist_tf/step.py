@@ -10,7 +10,7 @@ from unidist.base import Step, StepOptions
 from unidist.batch import Share
 from unidist_tf import gradients as grads
 from unidist_tf import state
-from unidist_tf.keras import apply_reduced
+from unidist_tf.keras import apply_reduced, loss_scale
 from unidist_tf.losses import Counted, Losses
 from unidist_tf.traced import Traced
 
@@ -115,7 +115,8 @@ class TFStep(Step):
 
     def _apply(self, gradients: list[Any]) -> tuple[Any, ...]:
         """The update; the norm of the gradients before they were clipped, when they were."""
-        gradients, norm = grads.clip(gradients, self._options.clip_norm, self._options.clip_value)
+        scale = loss_scale(self._optimizer)
+        gradients, norm = grads.clip(gradients, self._options.clip_norm, self._options.clip_value, scale)
         apply_reduced(self._optimizer, gradients, self._variables)
         return () if norm is None else (norm,)
 

@@ -165,6 +165,8 @@ class TorchStep(Step):
         elif weight is not None:
             factor = 1.0
         loss = value if factor == 1.0 else value * (factor or 1.0)
+        if not self._native:
+            loss = self._optimizer.scale_loss(loss)
         if self._engines:
             self._torch.run_backward(loss)
         else:
@@ -219,8 +221,22 @@ class TorchStep(Step):
         gradients = [v.value.grad for v in variables]
         with torch.no_grad():
             gradients = self._torch.average_keras(gradients, variables, scale=1.0, weight=None)
-            gradients, self.last_norm = clip(gradients, options.clip_norm, options.clip_value)
+            if options.clip_norm is not None or options.clip_value is not None:
+                gradients, self.last_norm = self._clip_keras(gradients)
             type(self._optimizer).apply(self._optimizer, gradients, variables)
+
+    def _clip_keras(self, gradients: list[Any]) -> tuple[list[Any], Any]:
+        """Clipped without the loss scale that a Keras optimizer will divide by; what is not finite stays so, for it to see."""
+        from unidist_torch.keras import loss_scale
+
+        scale = loss_scale(self._optimizer)
+        if scale is None:
+            return clip(gradients, self._options.clip_norm, self._options.clip_value)
+        clipped, norm = clip([g if g is None else g / scale for g in gradients], self._options.clip_norm, self._options.clip_value)
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None]) / scale
+        back = scale if torch.isfinite(norm) else float("nan")
+        return [g if g is None else g * back for g in clipped], norm
 
     def _result(self, value: torch.Tensor, weight: Any, share: Share | None, empty: bool) -> tuple[Any, Any]:
         if empty:
