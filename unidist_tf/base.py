@@ -26,6 +26,7 @@ from unidist_tf.data import read_source
 from unidist_tf.differentiable import counted
 from unidist_tf.evaluation import Evaluations, is_metric, merge_metric
 from unidist_tf.keras import Counting, adapt_optimizer, build_optimizer, is_wrapped
+from unidist_tf.precision import check_precision
 from unidist_tf.shares import TracedShareLog
 from unidist_tf.step import TFStep
 
@@ -240,6 +241,12 @@ class TFBackend(Backend):
 
     def _train_step(self, model: Any, optimizer: Any, options: StepOptions) -> Step:
         self._check_step(model, optimizer)
+        if options.scaler is not None:
+            raise UnsupportedError(
+                "make_train_step(scaler=...) is torch's; on TensorFlow the optimizer scales the loss: use "
+                "unidist.wrap_optimizer(keras.optimizers.LossScaleOptimizer(optimizer), model)"
+            )
+        check_precision(model, optimizer, options.precision)
         with self._scope():
             build_optimizer(optimizer, model)
             return TFStep(self, model, optimizer, options)

@@ -9,6 +9,7 @@ MirroredStrategy: Keras builds from the mean of the replicas' first rows, which 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,22 @@ def install_test_step(model: Any, backend: TFBackend) -> None:
             return original(data)
 
     put(model, "test_step", test_step)
+
+
+def install_statistics(model: Any, backend: TFBackend) -> None:
+    """BatchNorm's running statistics are the first replica's on all of them, in Keras' evaluate and predict and after its fit."""
+
+    def before(original: Any, *args: Any, **kwargs: Any) -> Any:
+        backend._end_of_pass()
+        return original(*args, **kwargs)
+
+    def after(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        backend._end_of_pass()
+        return result
+
+    for name, call in (("evaluate", before), ("predict", before), ("fit", after)):
+        put(model, name, functools.partial(call, of_class(model, name)))
 
 
 def without_xla(model: Any) -> None:

@@ -14,7 +14,7 @@ from unidist.nest import map_nest
 from unidist_tf import state, tensors
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, several, split_cpu
-from unidist_tf.keras import install_build, install_test_step, install_train_step
+from unidist_tf.keras import install_build, install_statistics, install_test_step, install_train_step
 
 
 class Mirrored(TFBackend):
@@ -78,8 +78,18 @@ class Mirrored(TFBackend):
                 "unidist.make_train_step(..., gradient_accumulation_steps=k), or the backend horovod"
             )
 
+    def _copies(self, tensor: Any) -> Sequence[Any]:
+        return self.strategy.experimental_local_results(tensor)  # type: ignore[no-any-return]
+
+    def _end_of_pass(self) -> None:
+        """Keras lets each replica keep the statistics of its own share; the first replica's are the model's."""
+        for model in self._models.with_statistics(self.control) if self.num_replicas > 1 else []:
+            for variable in state.running_statistics(model).values():
+                variable.assign(tf.convert_to_tensor(self._copies(variable)[0]))
+
     def _adapt_model(self, model: Any) -> None:
         if self.num_replicas > 1:
+            install_statistics(model, self)
             install_train_step(model, self)
             install_test_step(model, self)
             install_build(model, self.strategy)
