@@ -19,6 +19,7 @@ from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
 from unidist_keras.counting import check_keras
 from unidist_keras.names import check_built
+from unidist_keras.randomness import separate
 from unidist_tf import gradients as grads
 from unidist_tf import state, tensors
 from unidist_tf.batchnorm import synchronise
@@ -88,6 +89,8 @@ class TFBackend(Backend):
         self._check_place(model, "model")
         if self.num_replicas > 1:
             synchronise(model, self, every=sync_batchnorm)
+            if isinstance(model, keras.Layer):
+                separate(model, self._replica_number)
         self._same_start(model, 0)
         if isinstance(model, keras.Model):
             self._adapt_model(model)
@@ -169,6 +172,10 @@ class TFBackend(Backend):
         if self.counting.scaled:
             return 1.0 if self.counting.rows is None else self.counting.rows > 0
         return self._seen_scale() if self.counting.weight is None else self.counting.weight
+
+    def _replica_number(self) -> Any:
+        """The number of the replica that calls, of all in the job."""
+        return self.world.rank
 
     def _num_parts(self) -> int:
         """How many gradients `_sum` adds where it is called."""

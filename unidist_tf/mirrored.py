@@ -101,6 +101,10 @@ class Mirrored(TFBackend):
         context = tf.distribute.get_replica_context()
         return context if context is not None and context.strategy is self.strategy else None
 
+    def _replica_number(self) -> Any:
+        context = self._replica()
+        return 0 if context is None else context.replica_id_in_sync_group
+
     def _num_parts(self) -> int:
         return 1 if self._replica() is None else self.local_replicas
 

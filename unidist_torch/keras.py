@@ -15,6 +15,7 @@ from unidist_keras.counting import SUM, check_keras, counted_losses
 from unidist_keras.fit import divide
 from unidist_keras.names import check_built, model_variables, numbered
 from unidist_keras.on_instance import is_put, of_class, put, remove
+from unidist_keras.randomness import separate
 from unidist_torch.transport import Transport
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def adapt_model(model: Any, backend: TorchBackend) -> None:
     """`fit` and its relatives over the job's processes, and a train step that tells `apply` how many rows it saw."""
     check_keras()
     divide(model, backend)
+    separate(model, lambda: backend.world.rank)
     put(model, "train_step", functools.partial(_train_step, backend, model, of_class(model, "train_step")))
 
 

@@ -11,9 +11,10 @@ import torch
 
 from unidist import frameworks
 from unidist.base import Step, StepOptions
-from unidist.batch import Share
+from unidist.batch import Share, check_batchnorm
 from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
+from unidist_torch.batchnorm import keras_alone
 
 if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
@@ -142,11 +143,14 @@ class TorchStep(Step):
         self._losses_of = Losses(model, options.loss, options.compute_loss)
         self._native = isinstance(optimizer, torch.optim.Optimizer)
         self._engines = backend.engines.of(model)
+        self._alone = keras_alone(model) if backend.world.size > 1 else []
         self._weights: list[torch.Tensor] = []
         backend.check_step(model, optimizer)
 
     def _run(self, batch: Any, share: Share | None, factor: float) -> tuple[Any, Any]:
         window = self._window
+        if share is not None and any(layer.trainable for layer in self._alone):
+            check_batchnorm(share)
         if window.count == 1:
             self._begin()
         if not window.complete:

@@ -2,5 +2,5 @@
 
 MODULES = """
     gradients own_loops keras_loops same_start accumulation clipping parameters batchnorm native_objects collectives waits data loaders
-    metrics refusals randomness loss_scaling
+    metrics refusals randomness loss_scaling precision
 """.split()
