@@ -89,9 +89,9 @@ def assert_replicas_equal(model: Any) -> None:
     first that differs.
     """
     backend = current_backend()
-    rows = [[name, *_described(backend, tensor)] for name, tensor in backend._replicated(model).items()]
+    rows = [(name, *_described(backend, tensor)) for name, tensor in backend._replicated(model).items()]
     check_same(backend.control, "the replicas' state", rows)
-    for name, *_, hashes in rows:
+    for name, _, _, hashes in rows:
         if len(set(hashes)) > 1:
             raise MismatchError(f"the replicas' state differs within each process: {name} has {', '.join(hashes)} on its replicas")
 

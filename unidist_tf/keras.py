@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Counting(threading.local):
     """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
 
-    rows: samples of the replica, 0 for a borrowed one; weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
+    rows: samples of the replica, 0 for a borrowed one.
+    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
     it counts before gradients are taken, so that nothing is multiplied later.
     """
 

@@ -57,7 +57,13 @@ def _trained(bench: Bench, policy: str, precision: str | None = None) -> list[An
     return [np.asarray(value) for value in model.get_weights()]
 
 
-@check(1, "precision= trains as a model of the mixed policy does, near to float32", cases=POLICIES, flavours="keras", needs=(exchanges_in_apply,))
+@check(
+    1,
+    "precision= trains as a model of the mixed policy does, near to float32",
+    cases=POLICIES,
+    flavours="keras",
+    needs=(exchanges_in_apply,),
+)
 def precision(bench: Bench, policy: str) -> None:
     name = next(name for name, value in POLICIES.items() if value == policy)
     found, built = _trained(bench, "float32", name), _trained(bench, policy)

@@ -85,7 +85,9 @@ def keras_dropout(bench: Bench) -> None:
         if bench.local_replicas == 1:
             mine = [[bench.array(dropout(ones, training=True)) for _ in range(2)]]
         else:
-            mine = bench.on_replicas(lambda index, dropout=dropout, ones=ones: [dropout(ones, training=True) for _ in range(2)], reduce=False)
+            mine = bench.on_replicas(
+                lambda index, dropout=dropout, ones=ones: [dropout(ones, training=True) for _ in range(2)], reduce=False
+            )
         masks.append([[bench.array(mask).tolist() for mask in row] for row in mine])
         states = bench.everywhere([bench.array(copy).tolist() for copy in bench.backend._copies(dropout.seed_generator.state.value)])
         compare.same({str(state) for row in states for state in row}, {str(states[0][0])}, "the generators' states")

@@ -216,7 +216,9 @@ def unbuilt(bench: Bench) -> None:
         unidist.wrap_model(keras.Sequential([keras.layers.Dense(2)]))
 
 
-@check(2, "make_train_step(check_every=n) notices a replica that drifts, also within a process", flavours="keras", needs=(several_replicas,))
+@check(
+    2, "make_train_step(check_every=n) notices a replica that drifts, also within a process", flavours="keras", needs=(several_replicas,)
+)
 def checked_while_training(bench: Bench) -> None:
     """With BatchNorm, whose running statistics differ between passes and are no drift."""
     n = 2 * bench.replicas
