@@ -134,6 +134,10 @@ class Backend(ABC):
     def _replicated(self, obj: Any) -> dict[str, Any]:
         """Name to tensor of everything in a model or optimizer that must be equal on all ranks."""
 
+    def _copies(self, tensor: Any) -> Sequence[Any]:
+        """What this process's replicas hold of a tensor of `_replicated`, one of each."""
+        return [tensor]
+
     @abstractmethod
     def _has_state(self, obj: Any) -> bool:
         """Whether `broadcast` sets this object in place (models, optimizers, schedulers, scalers)."""
@@ -277,7 +281,6 @@ class Step(ABC):
     def __init__(self, backend: Backend, model: Any, options: StepOptions) -> None:
         self.updates = 0
         self.last_norm: Any = None
-        self.scaler: Any = None  # of losses, on PyTorch
         self._backend = backend
         self._model = model
         self._options = options
@@ -306,8 +309,10 @@ class Step(ABC):
         return loss
 
     def _check_replicas(self) -> None:
+        """Running statistics are rank 0's from here on, as in every call that all ranks make."""
         from unidist.objects import assert_replicas_equal
 
+        self._backend._end_of_pass()
         assert_replicas_equal(self._model)
 
     @abstractmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from unidist.errors import UnsupportedError
+
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
     """Sizes of `parts` consecutive pieces of `total` samples; the first `total % parts` hold one more."""
@@ -46,6 +48,16 @@ class Share:
     def scale(self) -> float:
         """What this process's mean gradient is multiplied by before a plain mean over equal processes."""
         return self.size * (len(self.sizes) / self.local) / self.total if self.total else 0.0
+
+
+def check_batchnorm(share: Share) -> None:
+    """Raise UnsupportedError where a replica would normalise over one sample; all ranks know it, before anything is computed."""
+    if min(share.sizes) > 1 or share.total == len(share.sizes) == 1:
+        return
+    raise UnsupportedError(
+        f"BatchNorm can't normalise a share of one sample, and the batch is split as {share.sizes}: use wrap_model("
+        "sync_batchnorm=True), drop_last=True, or another batch size"
+    )
 
 
 @dataclass(frozen=True)

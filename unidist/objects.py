@@ -83,16 +83,23 @@ def set_weights(model: Any, weights: Mapping[str, Any]) -> None:
 
 
 def assert_replicas_equal(model: Any) -> None:
-    """Compare every parameter and buffer of a model (or an optimizer's state) bit for bit across the ranks, by hash.
+    """Compare every parameter and buffer of a model (or an optimizer's state) bit for bit across all replicas, by hash.
 
-    Every rank must call it. Raises MismatchError on all ranks, naming the first that differs.
+    Every rank must call it. Replicas within one process ("mirrored") are compared too. Raises MismatchError on all ranks, naming the
+    first that differs.
     """
     backend = current_backend()
-    rows = []
-    for name, tensor in backend._replicated(model).items():
-        array = backend._as_leaf(backend._as_tensor(tensor), _numpy().empty(0))
-        rows.append([name, list(array.shape), str(array.dtype), hashlib.sha256(array.tobytes()).hexdigest()[:16]])
+    rows = [(name, *_described(backend, tensor)) for name, tensor in backend._replicated(model).items()]
     check_same(backend.control, "the replicas' state", rows)
+    for name, _, _, hashes in rows:
+        if len(set(hashes)) > 1:
+            raise MismatchError(f"the replicas' state differs within each process: {name} has {', '.join(hashes)} on its replicas")
+
+
+def _described(backend: Backend, tensor: Any) -> tuple[list[int], str, list[str]]:
+    """Shape, dtype, and the hash of each copy that this process holds."""
+    arrays = [backend._as_leaf(backend._as_tensor(copy), _numpy().empty(0)) for copy in backend._copies(tensor)]
+    return list(arrays[0].shape), str(arrays[0].dtype), [hashlib.sha256(array.tobytes()).hexdigest()[:16] for array in arrays]
 
 
 def _numpy() -> Any:

@@ -30,6 +30,12 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
     setattr(owner, name, OnInstance(owner, name, function))
 
 
+def remove(owner: Any, name: str) -> None:
+    """Let this object have its class's method again."""
+    if is_put(owner, name):
+        delattr(owner, name)
+
+
 def is_put(owner: Any, name: str) -> bool:
     """Whether something stands in for the method on this object."""
     return isinstance(vars(owner).get(name), OnInstance)

@@ -22,11 +22,15 @@ from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedErr
 from unidist.groups import Group
 from unidist_keras.counting import check_keras
 from unidist_keras.names import check_built
+from unidist_keras.randomness import separate
 from unidist_tf import gradients as grads
 from unidist_tf import state, tensors
+from unidist_tf.batchnorm import synchronise
 from unidist_tf.data import read_source
+from unidist_tf.differentiable import counted
 from unidist_tf.evaluation import Evaluations, is_metric, merge_metric
 from unidist_tf.keras import Counting, adapt_optimizer, build_optimizer, is_wrapped
+from unidist_tf.precision import check_precision
 from unidist_tf.shares import TracedShareLog
 from unidist_tf.step import TFStep
 
@@ -86,8 +90,10 @@ class TFBackend(Backend):
         if isinstance(model, keras.Layer):
             check_built(model)
         self._check_place(model, "model")
-        if sync_batchnorm:
-            self._sync_batchnorm(model)
+        if self.num_replicas > 1:
+            synchronise(model, self, every=sync_batchnorm)
+            if isinstance(model, keras.Layer):
+                separate(model, self._replica_number)
         self._same_start(model, 0)
         if isinstance(model, keras.Model):
             self._adapt_model(model)
@@ -96,9 +102,6 @@ class TFBackend(Backend):
 
     def _check_place(self, obj: Any, what: str) -> None:
         """Raise where the variables of a model or optimizer are not where the engine needs them."""
-
-    def _sync_batchnorm(self, model: Any) -> None:
-        """Make BatchNorm layers normalise over the global batch."""
 
     def _adapt_model(self, model: Any) -> None:
         """Make Keras' own fit, evaluate and predict right on this model object."""
@@ -123,8 +126,6 @@ class TFBackend(Backend):
 
     def _check_optimizer(self, optimizer: Any) -> None:
         """Raise UnsupportedError for what this backend can't do with it."""
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and self.num_replicas > 1:
-            raise UnsupportedError(f"{self.framework}/{self.name} has no loss scaling over several replicas yet; use float32 or bfloat16")
 
     def check_wrapped(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Before an exchange: raise MismatchError for variables of a model that was never wrapped, which began apart on each rank."""
@@ -170,10 +171,14 @@ class TFBackend(Backend):
         return self.control.waiting(operation)
 
     def _later_scale(self) -> Any:
-        """How a gradient that is taken here will count later, in `apply`."""
+        """How a gradient that is taken here will count later, in `apply`; 0 for a borrowed sample."""
         if self.counting.scaled:
-            return 1.0
+            return 1.0 if self.counting.rows is None else self.counting.rows > 0
         return self._seen_scale() if self.counting.weight is None else self.counting.weight
+
+    def _replica_number(self) -> Any:
+        """The number of the replica that calls, of all in the job."""
+        return self.world.rank
 
     def _num_parts(self) -> int:
         """How many gradients `_sum` adds where it is called."""
@@ -246,6 +251,12 @@ class TFBackend(Backend):
 
     def _train_step(self, model: Any, optimizer: Any, options: StepOptions) -> Step:
         self._check_step(model, optimizer)
+        if options.scaler is not None:
+            raise UnsupportedError(
+                "make_train_step(scaler=...) is torch's; on TensorFlow the optimizer scales the loss: use "
+                "unidist.wrap_optimizer(keras.optimizers.LossScaleOptimizer(optimizer), model)"
+            )
+        check_precision(model, optimizer, options.precision)
         with self._scope():
             build_optimizer(optimizer, model)
             return TFStep(self, model, optimizer, options)
@@ -299,8 +310,20 @@ class TFBackend(Backend):
     def _join(self, parts: Sequence[Any]) -> Any:
         return tf.concat(parts, 0)
 
+    def _grad_parts(self, group: Group | None) -> int:
+        """How many replicas take part in a collective with gradients that is called here."""
+        return self._num_parts()
+
     def _grad_collective(self, name: str, tensor: Any, *, group: Group | None = None, **arguments: Any) -> Any:
-        return tf.identity(self._grad_value(name, tensor, self.num_replicas, **arguments))
+        parts = self._grad_parts(group)
+        value = self._grad_value(name, tensor, parts, **arguments)
+        if parts == 1:
+            return tf.identity(value)
+        return counted(lambda x: self._differentiable(name, x, group=group, **arguments), value, self._later_scale())
+
+    def _differentiable(self, name: str, tensor: tf.Tensor, *, group: Group | None, **arguments: Any) -> tf.Tensor:
+        """A collective over the replicas whose gradient is the sum of what all replicas ask of the result."""
+        raise NotImplementedError
 
     def _grad_value(self, name: str, value: Any, parts: int, *, op: str = "", sizes: Sequence[int] | None = None) -> tf.Tensor:
         """The tensor of a collective with gradients among `parts`, checked as far as its shape is known while tracing."""

@@ -71,8 +71,13 @@ def merged_rows(gradient: Any) -> Any:
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
-def clip(gradients: Gradients, max_norm: float | None, max_value: float | None) -> tuple[list[Any], Any]:
-    """Clipped reduced gradients, and their global norm before; None when no bound is given."""
+def clip(gradients: Gradients, max_norm: float | None, max_value: float | None, scale: Any = None) -> tuple[list[Any], Any]:
+    """Clipped reduced gradients, and their global norm before; None when no bound is given.
+
+    scale: what the gradients are multiplied by and will be divided by after; the bounds and the norm are of those without it.
+    """
+    if scale is not None and (max_norm is not None or max_value is not None):
+        return _clip_scaled(gradients, max_norm, max_value, scale)
     if max_norm is None and max_value is None:
         return list(gradients), None
     whole = [merged_rows(g) for g in gradients]
@@ -83,6 +88,14 @@ def clip(gradients: Gradients, max_norm: float | None, max_value: float | None) 
     if max_value is not None:
         whole = each(lambda g: tf.clip_by_value(g, as_dtype(-max_value, g.dtype), as_dtype(max_value, g.dtype)), whole)
     return whole, norm
+
+
+def _clip_scaled(gradients: Gradients, max_norm: float | None, max_value: float | None, scale: Any) -> tuple[list[Any], Any]:
+    """What is not finite stays so, also where it would be clipped: a LossScaleOptimizer has to see it."""
+    unscaled = each(lambda g: g / as_dtype(scale, g.dtype), gradients)
+    clipped, norm = clip(unscaled, max_norm, max_value)
+    finite = tf.math.is_finite(norm)
+    return each(lambda g: tf.where(finite, g * as_dtype(scale, g.dtype), as_dtype(float("nan"), g.dtype)), clipped), norm
 
 
 def cast_weight(weight: Any, gradients: Gradients) -> tf.Tensor:

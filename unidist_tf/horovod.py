@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import keras
 import tensorflow as tf
 
 from unidist.agreement import given_up
@@ -26,7 +25,7 @@ horovod_start.require("tensorflow", "mpi_lib")
 
 import horovod.tensorflow as hvd  # noqa: E402  its own error would not say how to install it
 
-from unidist_tf import differentiable  # noqa: E402
+from unidist_tf import horovod_grad  # noqa: E402
 from unidist_tf import horovod_ops as ops  # noqa: E402
 
 
@@ -35,7 +34,6 @@ class Horovod(TFBackend):
 
     name = "horovod"
     abilities: ClassVar[frozenset[str]] = frozenset({"groups", "reduce_gradients", "processes"})
-    refuses: ClassVar[Mapping[int, str]] = {6: "no synchronised BatchNorm for Keras 3"}
 
     @classmethod
     def _adopted(cls) -> World | None:
@@ -77,11 +75,6 @@ class Horovod(TFBackend):
         return f"{super()._hardware()}, horovod {'nccl' if hvd.nccl_built() else 'gloo' if hvd.gloo_enabled() else 'mpi'}"
 
     # objects
-
-    def _sync_batchnorm(self, model: Any) -> None:
-        layers = model._flatten_layers() if isinstance(model, keras.Layer) else []
-        if self.world.size > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
-            raise UnsupportedError(f"tensorflow/horovod has {self.refuses[6]}; use the backend mirrored, or another norm")
 
     def _adapt_model(self, model: Any) -> None:
         if self.world.size > 1:
@@ -176,13 +169,13 @@ class Horovod(TFBackend):
         with self._bounded("broadcast"):
             return ops.broadcast(tensor, root, self._ranks(group))
 
-    def _grad_collective(self, name: str, tensor: Any, *, group: Group | None = None, **arguments: Any) -> Any:
-        tensor = self._grad_value(name, tensor, len(members(self, group)), **arguments)
-        if len(members(self, group)) == 1:
-            return tf.identity(tensor)
+    def _grad_parts(self, group: Group | None) -> int:
+        return len(members(self, group))
+
+    def _differentiable(self, name: str, tensor: tf.Tensor, *, group: Group | None, **arguments: Any) -> tf.Tensor:
         if tensor.dtype.is_complex:  # Horovod has none; both parts travel as one tensor
             parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
-            moved = self._grad_collective(name, parts, group=group, **arguments)
+            moved = self._differentiable(name, parts, group=group, **arguments)
             return tf.complex(moved[..., 0], moved[..., 1])
         with self._bounded(f"{name}(grad=True)"):
-            return getattr(differentiable, name)(tensor, *arguments.values(), self._later_scale(), self._ranks(group))
+            return getattr(horovod_grad, name)(tensor, *arguments.values(), self._ranks(group))

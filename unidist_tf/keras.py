@@ -8,8 +8,10 @@ MirroredStrategy: Keras builds from the mean of the replicas' first rows, which 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -17,7 +19,7 @@ import tensorflow as tf
 
 from unidist.errors import MismatchError, UnsupportedError
 from unidist_keras.counting import SUM, counted_losses
-from unidist_keras.on_instance import is_put, of_class, put
+from unidist_keras.on_instance import is_put, of_class, put, remove
 from unidist_tf import gradients, state
 
 if TYPE_CHECKING:
@@ -27,12 +29,23 @@ if TYPE_CHECKING:
 class Counting(threading.local):
     """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
 
+    rows: samples of the replica, 0 for a borrowed one.
     weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
     it counts before gradients are taken, so that nothing is multiplied later.
     """
 
+    rows: Any = None
     weight: Any = None
     scaled: bool = False
+
+    @contextlib.contextmanager
+    def replica(self, rows: Any, *, weight: Any = None, scaled: bool = False) -> Iterator[None]:
+        """Around one replica's forward and backward pass."""
+        self.rows, self.weight, self.scaled = rows, weight, scaled
+        try:
+            yield
+        finally:
+            self.rows, self.weight, self.scaled = None, None, False
 
 
 def is_wrapped(optimizer: Any) -> bool:
@@ -57,13 +70,27 @@ def build_optimizer(optimizer: Any, model: Any) -> None:
 
 
 def adapt_optimizer(optimizer: Any, backend: TFBackend) -> None:
-    """Put an `apply` on the object that exchanges first; its class and `get_config` stay Keras' own."""
+    """Put an `apply` on the object that exchanges first; its class and `get_config` stay Keras' own.
+
+    The optimizer inside a LossScaleOptimizer gets gradients that are reduced already.
+    """
 
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         return _apply(backend, optimizer, list(grads), trainable_variables)
 
     put(optimizer, "apply", apply)
     put(optimizer, "_all_reduce_sum_gradients", list)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = optimizer.inner_optimizer
+        remove(inner, "apply")
+        put(inner, "_all_reduce_sum_gradients", list)
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """What the loss is multiplied by and the optimizer divides gradients by: a number or 0-d tensor, None where nothing is."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return tf.convert_to_tensor(optimizer.dynamic_scale.value)
+    return optimizer.loss_scale_factor
 
 
 def _apply(backend: TFBackend, optimizer: Any, grads: list[Any], variables: Any) -> Any:
@@ -85,8 +112,13 @@ def apply_reduced(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
 
 
 def check_compiled(model: Any, backend: TFBackend) -> None:
-    """Before fit trains with several replicas: raise UnsupportedError unless its optimizer exchanges."""
+    """Before fit trains with several replicas: raise UnsupportedError unless its optimizer exchanges.
+
+    Under mixed_float16 `compile` puts a LossScaleOptimizer around the wrapped optimizer, which exchanges from then on.
+    """
     optimizer = model.optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and is_wrapped(optimizer.inner_optimizer):
+        adapt_optimizer(optimizer, backend)
     if backend.num_replicas > 1 and optimizer is not None and not is_wrapped(optimizer):
         raise UnsupportedError(
             f"the model was compiled with a {type(optimizer).__name__} that did not go through wrap_optimizer, so the replicas' gradients "
@@ -101,13 +133,11 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
     def train_step(data: Any) -> Any:
         check_compiled(model, backend)
         rows = num_rows(data)
-        counting = backend.counting
-        counting.weight = rows
-        try:
-            with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
-                logs = original(data)
-        finally:
-            counting.weight = None
+        with (
+            backend.counting.replica(rows, weight=rows),
+            counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)),
+        ):
+            logs = original(data)
         return _mean_logs(model, backend, logs, rows)
 
     put(model, "train_step", train_step)
@@ -123,6 +153,22 @@ def install_test_step(model: Any, backend: TFBackend) -> None:
             return original(data)
 
     put(model, "test_step", test_step)
+
+
+def install_statistics(model: Any, backend: TFBackend) -> None:
+    """BatchNorm's running statistics are the first replica's on all of them, in Keras' evaluate and predict and after its fit."""
+
+    def before(original: Any, *args: Any, **kwargs: Any) -> Any:
+        backend._end_of_pass()
+        return original(*args, **kwargs)
+
+    def after(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        backend._end_of_pass()
+        return result
+
+    for name, call in (("evaluate", before), ("predict", before), ("fit", after)):
+        put(model, name, functools.partial(call, of_class(model, name)))
 
 
 def without_xla(model: Any) -> None:

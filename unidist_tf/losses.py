@@ -10,7 +10,9 @@ import tensorflow as tf
 
 from unidist import frameworks
 from unidist.errors import UnsupportedError
+from unidist.nest import map_nest
 from unidist_keras.counting import SUM, counted_losses
+from unidist_tf.precision import widened
 from unidist_tf.tensors import as_dtype
 
 
@@ -36,7 +38,8 @@ class Losses:
             counted = self._reduced(self._computed(batch), None)
         else:
             inputs, targets, sample_weight = unpack(batch)
-            counted = self.of_outputs(self.outputs(inputs, training=True), targets, sample_weight)
+            outputs = map_nest(widened, self.outputs(inputs, training=True))
+            counted = self.of_outputs(outputs, targets, sample_weight)
         penalties = self._model.losses if self._keras_model else []
         if not penalties:
             return counted
@@ -89,9 +92,9 @@ class Losses:
 
     def _reduced(self, result: Any, sample_weight: Any) -> Counted:
         if isinstance(result, tuple):
-            total = tf.convert_to_tensor(result[0])
+            total = widened(tf.convert_to_tensor(result[0]))
             return Counted(total, tf.stop_gradient(as_dtype(result[1], total.dtype)))
-        value = tf.convert_to_tensor(result)
+        value = widened(tf.convert_to_tensor(result))
         if value.shape.rank == 0:
             if sample_weight is not None:
                 raise UnsupportedError(

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import keras
 import tensorflow as tf
 
 from unidist.batch import Share, split_sizes
@@ -16,7 +15,7 @@ from unidist.nest import map_nest
 from unidist_tf import state, tensors
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, several, split_cpu
-from unidist_tf.keras import install_build, install_test_step, install_train_step
+from unidist_tf.keras import install_build, install_statistics, install_test_step, install_train_step
 
 
 class Mirrored(TFBackend):
@@ -72,21 +71,26 @@ class Mirrored(TFBackend):
             )
 
     def _check_optimizer(self, optimizer: Any) -> None:
-        super()._check_optimizer(optimizer)
         self._check_place(optimizer, "optimizer")
-        if optimizer.gradient_accumulation_steps and self.num_replicas > 1:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if inner.gradient_accumulation_steps and self.num_replicas > 1:
             raise UnsupportedError(
                 "gradient_accumulation_steps of Keras' optimizers doesn't run under MirroredStrategy; use "
                 "unidist.make_train_step(..., gradient_accumulation_steps=k), or the backend horovod"
             )
 
-    def _sync_batchnorm(self, model: Any) -> None:
-        for layer in model._flatten_layers() if isinstance(model, keras.Layer) else []:
-            if isinstance(layer, keras.layers.BatchNormalization):
-                layer.synchronized = True
+    def _copies(self, tensor: Any) -> Sequence[Any]:
+        return self.strategy.experimental_local_results(tensor)  # type: ignore[no-any-return]
+
+    def _end_of_pass(self) -> None:
+        """Keras lets each replica keep the statistics of its own share; the first replica's are the model's."""
+        for model in self._models.with_statistics(self.control) if self.num_replicas > 1 else []:
+            for variable in state.running_statistics(model).values():
+                variable.assign(tf.convert_to_tensor(self._copies(variable)[0]))
 
     def _adapt_model(self, model: Any) -> None:
         if self.num_replicas > 1:
+            install_statistics(model, self)
             install_train_step(model, self)
             install_test_step(model, self)
             install_build(model, self.strategy)
@@ -97,6 +101,10 @@ class Mirrored(TFBackend):
         """The context of the replica that calls; None outside `strategy.run`."""
         context = tf.distribute.get_replica_context()
         return context if context is not None and context.strategy is self.strategy else None
+
+    def _replica_number(self) -> Any:
+        context = self._replica()
+        return 0 if context is None else context.replica_id_in_sync_group
 
     def _num_parts(self) -> int:
         return 1 if self._replica() is None else self.local_replicas
@@ -118,11 +126,8 @@ class Mirrored(TFBackend):
         summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present))
         return [None if g is None else next(summed) for g in gradients], None if weight is None else next(summed)
 
-    def _grad_collective(self, name: str, tensor: Any, *, group: Group | None = None, **arguments: Any) -> Any:
-        context, parts = self._replica(), self.local_replicas
-        tensor = self._grad_value(name, tensor, 1 if context is None else parts, **arguments)
-        if context is None or parts == 1:
-            return tf.identity(tensor)
+    def _differentiable(self, name: str, tensor: tf.Tensor, *, group: Group | None, **arguments: Any) -> tf.Tensor:
+        context, parts = tf.distribute.get_replica_context(), self.local_replicas
         if name == "all_gather":
             return context.all_gather(tensor, axis=0)
         if name == "all_to_all":

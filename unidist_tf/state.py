@@ -73,6 +73,8 @@ def same_hyperparameters(optimizer: Any, root: int) -> None:
     rate = config.get("learning_rate")
     if isinstance(rate, dict) and rate != optimizer.get_config().get("learning_rate"):
         optimizer._learning_rate = keras.optimizers.schedules.deserialize(rate)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        same_hyperparameters(optimizer.inner_optimizer, root)
 
 
 def set_weights(model: Any, weights: Mapping[str, Any]) -> None:

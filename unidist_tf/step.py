@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from unidist.base import Step, StepOptions
-from unidist.batch import Share
+from unidist.batch import Share, check_batchnorm
 from unidist_tf import gradients as grads
 from unidist_tf import state
-from unidist_tf.keras import apply_reduced
+from unidist_tf.batchnorm import alone
+from unidist_tf.keras import apply_reduced, loss_scale
 from unidist_tf.losses import Counted, Losses
+from unidist_tf.precision import computed_in
 from unidist_tf.traced import Traced
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class TFStep(Step):
         self._whole = Traced(self._step)
         self._part = Traced(self._accumulate)
         self._finish = tf.function(self._update, autograph=False)
+        self._alone = alone(model) if backend.num_replicas > 1 else []
         self._held = Accumulators(self._variables) if options.accumulation > 1 else None
         self._weighted = False
 
@@ -43,6 +46,8 @@ class TFStep(Step):
         return self._whole.num_traces + self._part.num_traces
 
     def _run(self, batch: Any, share: Share | None, factor: float) -> tuple[Any, Any]:
+        if share is not None and any(layer.trainable for layer in self._alone):
+            check_batchnorm(share)
         sizes = self._tf._sizes(batch, share)
         scale = factor / (self._tf.world.size * max(sum(sizes), 1))
         numbers = self._numbers.vector(sizes), self._numbers.scalar(scale)
@@ -64,7 +69,8 @@ class TFStep(Step):
     # graphs
 
     def _step(self, batch: Any, sizes: Any, scale: Any) -> Any:
-        results = self._tf._spread(self._step_replica, batch, sizes, scale)
+        with computed_in(self._model, self._options.precision):
+            results = self._tf._spread(self._step_replica, batch, sizes, scale)
         return (*_mean(results), *([results[0][2]] if len(results[0]) > 2 else [None]))
 
     def _step_replica(self, batch: Any, size: Any, scale: Any) -> tuple[Any, ...]:
@@ -76,7 +82,8 @@ class TFStep(Step):
         return (*_sums(counted, size), *self._apply(gradients))
 
     def _accumulate(self, batch: Any, sizes: Any, scale: Any) -> Any:
-        return _mean(self._tf._spread(self._accumulate_replica, batch, sizes, scale))
+        with computed_in(self._model, self._options.precision):
+            return _mean(self._tf._spread(self._accumulate_replica, batch, sizes, scale))
 
     def _accumulate_replica(self, batch: Any, size: Any, scale: Any) -> tuple[Any, Any]:
         counted, gradients = self._gradients(batch, size, scale)
@@ -101,12 +108,12 @@ class TFStep(Step):
 
     def _gradients(self, batch: Any, size: Any, scale: Any) -> tuple[Counted, list[Any]]:
         """The loss of one replica, and the gradients of what it adds to the loss of the window; zeros for a borrowed row."""
-        self._tf.counting.scaled = True
-        with tf.GradientTape() as tape:
-            value, weight = self._losses_of.of_batch(batch)
-            part = value * tf.cast(scale * tf.cast(size, scale.dtype), value.dtype) if weight is None else value
-        gradients = tape.gradient(part, [state.raw(variable) for variable in self._variables])
-        self._tf.counting.scaled = False
+        with self._tf.counting.replica(size if self._tf.num_replicas > 1 else None, scaled=True):
+            with tf.GradientTape() as tape:
+                value, weight = self._losses_of.of_batch(batch)
+                part = value * tf.cast(scale * tf.cast(size, scale.dtype), value.dtype) if weight is None else value
+                part = self._optimizer.scale_loss(part)
+            gradients = tape.gradient(part, [state.raw(variable) for variable in self._variables])
         if self._tf.num_replicas > 1:
             gradients = grads.kept_if(size > 0, gradients)
         if weight is not None:
@@ -115,7 +122,8 @@ class TFStep(Step):
 
     def _apply(self, gradients: list[Any]) -> tuple[Any, ...]:
         """The update; the norm of the gradients before they were clipped, when they were."""
-        gradients, norm = grads.clip(gradients, self._options.clip_norm, self._options.clip_value)
+        scale = loss_scale(self._optimizer)
+        gradients, norm = grads.clip(gradients, self._options.clip_norm, self._options.clip_value, scale)
         apply_reduced(self._optimizer, gradients, self._variables)
         return () if norm is None else (norm,)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ class TorchBackend(Backend):
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
+            random.seed(self.settings.seed)  # from which Keras' initializers and seed generators take their seeds
 
     def _check_options(self) -> None:
         """Raise TypeError for options of `init` that the engine does not take: none of the engines here takes any."""

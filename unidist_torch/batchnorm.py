@@ -37,6 +37,12 @@ def keras_batchnorm() -> Any:
     return BatchNormalization
 
 
+def keras_alone(model: Any) -> list[Any]:
+    """The BatchNormalization layers of a Keras model that normalise over the replica's share."""
+    layers = model._flatten_layers() if frameworks.is_keras(model) else []
+    return [layer for layer in layers if isinstance(layer, keras_batchnorm()) and "_moments" not in vars(layer)]
+
+
 class KerasMoments:
     """In place of a Keras layer's own moments. A copy of the model has the layer's own again."""
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from unidist.batch import EVEN, Drawn, Share, ShareLog
-from unidist.errors import UnsupportedError
+from unidist.batch import EVEN, Drawn, ShareLog, check_batchnorm
 
 _BATCHNORM = torch.nn.modules.batchnorm._BatchNorm
 # Takes any arguments and returns None; a hook that any Python can unpickle, unidist or not.
@@ -108,7 +107,7 @@ class Engine(ABC):
         if self._scaled or drawn.scale != 1.0:
             self.scale_gradients(drawn.scale)
         if self._has_batchnorm and module.training and self.shares.last is not None:
-            self._check_batchnorm(self.shares.last)
+            check_batchnorm(self.shares.last)
         return self._forward(arguments, keywords, drawn.exchange)
 
     def _after(self, module: torch.nn.Module, arguments: Any, output: Any) -> Any:
@@ -123,11 +122,3 @@ class Engine(ABC):
 
     def _requires_grad(self) -> list[bool]:
         return [p.requires_grad for p in self.parameters]
-
-    def _check_batchnorm(self, share: Share) -> None:
-        if min(share.sizes) > 1 or share.total == len(share.sizes) == 1:
-            return
-        raise UnsupportedError(
-            f"BatchNorm can't normalise a share of one sample, and the batch is split as {share.sizes}: use wrap_model("
-            "sync_batchnorm=True), drop_last=True, or another batch size"
-        )

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import torch
 
 from unidist.errors import MismatchError, UnsupportedError
@@ -13,7 +14,8 @@ from unidist.nest import leaves
 from unidist_keras.counting import SUM, check_keras, counted_losses
 from unidist_keras.fit import divide
 from unidist_keras.names import check_built, model_variables, numbered
-from unidist_keras.on_instance import is_put, of_class, put
+from unidist_keras.on_instance import is_put, of_class, put, remove
+from unidist_keras.randomness import separate
 from unidist_torch.transport import Transport
 
 if TYPE_CHECKING:
@@ -28,11 +30,12 @@ def adapt_model(model: Any, backend: TorchBackend) -> None:
     """`fit` and its relatives over the job's processes, and a train step that tells `apply` how many rows it saw."""
     check_keras()
     divide(model, backend)
+    separate(model, lambda: backend.world.rank)
     put(model, "train_step", functools.partial(_train_step, backend, model, of_class(model, "train_step")))
 
 
 def _train_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any) -> Any:
-    _check_compiled(model)
+    _check_compiled(model, backend)
     rows = float(len(leaves(data)[0]))
     backend.shares.parameter_scale = rows  # what synchronised BatchNorm passes back counts as the gradients do
     with backend.fit.step(rows), counted_losses(lambda loss, denominator: _by_rows(backend, loss, denominator, rows)):
@@ -69,9 +72,11 @@ def counted(loss: Any, targets: Any, outputs: Any, sample_weight: Any) -> tuple[
     return value * weight, weight
 
 
-def _check_compiled(model: Any) -> None:
+def _check_compiled(model: Any, backend: TorchBackend) -> None:
     """Raise UnsupportedError when fit is about to train with an optimizer that exchanges nothing."""
     optimizer = model.optimizer
+    if is_scaling(optimizer) and is_put(optimizer.inner_optimizer, "apply"):  # put around it by compile, under mixed_float16
+        adapt_optimizer(optimizer, None, backend)
     if optimizer is not None and not is_put(optimizer, "apply"):
         raise UnsupportedError(
             f"the model was compiled with a {type(optimizer).__name__} that did not go through wrap_optimizer, so the ranks' gradients "
@@ -93,6 +98,18 @@ def adapt_optimizer(optimizer: Any, model: Any, backend: TorchBackend) -> None:
             raise MismatchError(f"the optimizer was built for {len(held)} variables that are not the model's {len(variables)}")
     if backend.world.size > 1:
         put(optimizer, "apply", functools.partial(_apply, backend, optimizer))
+        if is_scaling(optimizer):  # the one inside gets gradients that are reduced already
+            remove(optimizer.inner_optimizer, "apply")
+
+
+def is_scaling(optimizer: Any) -> bool:
+    """Whether it is a LossScaleOptimizer."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """What the loss is multiplied by and the optimizer divides gradients by: a number or 0-d tensor, None where nothing is."""
+    return optimizer.dynamic_scale.value if is_scaling(optimizer) else optimizer.loss_scale_factor
 
 
 def _apply(backend: TorchBackend, optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -136,3 +153,5 @@ def same_hyperparameters(optimizer: Any, root: int, objects: Callable[[Any, int]
     for name, value in config.items():
         if isinstance(value, (int, float, bool, str, type(None))) and name not in ("name", "learning_rate") and hasattr(optimizer, name):
             setattr(optimizer, name, value)
+    if is_scaling(optimizer):
+        same_hyperparameters(optimizer.inner_optimizer, root, objects)

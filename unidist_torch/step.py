@@ -11,9 +11,10 @@ import torch
 
 from unidist import frameworks
 from unidist.base import Step, StepOptions
-from unidist.batch import Share
+from unidist.batch import Share, check_batchnorm
 from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
+from unidist_torch.batchnorm import keras_alone
 from unidist_torch.class_losses import as_total, class_weight, scalar_weight
 from unidist_torch.precision import Autocast, check_precision, make_scaler
 
@@ -136,12 +137,15 @@ class TorchStep(Step):
         self._native = isinstance(optimizer, torch.optim.Optimizer)
         self._engines = backend.engines.of(model)
         self._summed = backend.world.size > 1 or options.accumulation > 1  # what a loss divides by then has to be known
+        self._alone = keras_alone(model) if backend.world.size > 1 else []
         self._weights: list[torch.Tensor] = []
         backend.check_step(model, optimizer)
         self.scaler = make_scaler(backend, options, self._native)
 
     def _run(self, batch: Any, share: Share | None, factor: float) -> tuple[Any, Any]:
         window = self._window
+        if share is not None and any(layer.trainable for layer in self._alone):
+            check_batchnorm(share)
         if window.count == 1:
             self._begin()
         if not window.complete:
@@ -166,6 +170,8 @@ class TorchStep(Step):
         loss = value if factor == 1.0 else value * (factor or 1.0)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
+        elif not self._native:
+            loss = self._optimizer.scale_loss(loss)
         if self._engines:
             self._torch.run_backward(loss)
         else:
@@ -224,7 +230,8 @@ class TorchStep(Step):
         gradients = [v.value.grad for v in variables]
         with torch.no_grad():
             gradients = self._torch.average_keras(gradients, variables, scale=1.0, weight=None)
-            gradients, self.last_norm = clip(gradients, options.clip_norm, options.clip_value)
+            if options.clip_norm is not None or options.clip_value is not None:
+                gradients, self.last_norm = self._clip_keras(gradients)
             type(self._optimizer).apply(self._optimizer, gradients, variables)
 
     def _scaled_step(self) -> None:
@@ -233,6 +240,19 @@ class TorchStep(Step):
         self.scaler.step(self._optimizer)
         self.scaler.update()
         self._skipped = self.scaler.get_scale() < before
+
+    def _clip_keras(self, gradients: list[Any]) -> tuple[list[Any], Any]:
+        """Clipped without the loss scale that a Keras optimizer will divide by; what is not finite stays so, for it to see."""
+        from unidist_torch.keras import loss_scale
+
+        scale = loss_scale(self._optimizer)
+        if scale is None:
+            return clip(gradients, self._options.clip_norm, self._options.clip_value)
+        clipped, norm = clip([g if g is None else g / scale for g in gradients], self._options.clip_norm, self._options.clip_value)
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None]) / scale
+        back = scale if torch.isfinite(norm) else float("nan")
+        return [g if g is None else g * back for g in clipped], norm
 
     def _result(self, value: torch.Tensor, weight: Any, share: Share | None, empty: bool) -> tuple[Any, Any]:
         if empty:

@@ -30,7 +30,14 @@ assert set(slots) <= {v.name for v in adam.variables}, [v.name for v in adam.var
 from keras.src.losses import loss
 for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values", "apply_mask"):
     assert callable(getattr(loss, name)), name
-assert callable(keras.layers.BatchNormalization()._moments) and callable(model._flatten_layers)
+norm = keras.layers.BatchNormalization()
+norm.build((None, 2))
+assert callable(norm._moments) and norm._reduction_axes == [0] and callable(model._flatten_layers)
+dropout = keras.layers.Dropout(0.5)
+assert dropout._seed_generators == [dropout.seed_generator] and callable(dropout.seed_generator.next)
+scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+scaling.build(model.trainable_variables)
+assert scaling.inner_optimizer.built and float(scaling.dynamic_scale) == scaling.initial_scale and hasattr(scaling, "step_counter")
 if keras.config.backend() == "tensorflow":
     import tensorflow as tf
     assert callable(optimizer._all_reduce_sum_gradients) and callable(model._maybe_symbolic_build)

@@ -92,8 +92,7 @@ def rank_0_alone(bench: Bench) -> None:
     unidist.barrier()
 
 
-@check(6, "a share of one sample raises on all ranks, before anything is computed", flavours="native", refusable=False,
-       needs=(several_replicas,))  # fmt: skip
+@check(6, "a share of one sample raises on all ranks, before anything is computed", refusable=False, needs=(several_replicas,))
 def share_of_one(bench: Bench) -> None:
     n = bench.replicas + 1
     model = _wrapped(bench)
@@ -165,6 +164,22 @@ def synchronised_after(bench: Bench) -> None:
     for batch in data:
         step(batch)
     synchronised(bench, 2)
+
+
+@check(6, "sync_batchnorm with fewer samples than replicas: the borrowed ones do not count", flavours="keras", needs=(several_replicas,))
+def synchronised_borrowed(bench: Bench) -> None:
+    """A loss of the form (total, weight), whose gradient through the moments a borrowed sample must not touch."""
+    row = _rows(1)
+    model = _wrapped(bench, sync_batchnorm=True)
+    step = unidist.make_train_step(model, bench.optimizer("plain", model, rate=_RATE), bench.loss("linear", "total"))
+    for batch in unidist.wrap_data((row, np.ones((1, 1))), global_batch_size=2 * bench.replicas):
+        step(batch)
+    # One sample is its own mean, so the output is 0 and only beta has a gradient: 2 (0 - 1) times the last kernel.
+    expected = [np.eye(2), np.ones(2), np.full(2, 2.0 * _RATE), np.ones((2, 1))]
+    for number, (found, value) in enumerate(zip(_learned(bench, model), expected)):
+        bench.close(found, value, f"weight {number}", tolerance=max(bench.tolerance, 1e-9))
+    _close(bench, bench.statistics(model), (row[0], np.zeros(2)), "of the one sample")
+    unidist.assert_replicas_equal(model)
 
 
 @check(6, "sync_batchnorm with an empty share", needs=(several_processes,))

@@ -11,7 +11,7 @@ from unidist.context import current, current_backend
 from unidist.testing import compare
 from unidist.testing.bench import Bench
 from unidist.testing.checks.data import seen
-from unidist.testing.table import check, several_processes
+from unidist.testing.table import check, several_processes, several_replicas
 
 
 def _again(bench: Bench, seed: int | None) -> None:
@@ -69,6 +69,32 @@ def dropout(bench: Bench) -> None:
     compare.same(masks[0], masks[1], "the masks of the same seed")
     compare.true(masks[0][0] != masks[0][1], "the second mask is another")
     compare.same(len({str(mask) for mask in bench.everywhere(masks[0])}), bench.size, "different masks")
+    _again(bench, 7)
+
+
+@check(13, "dropout masks of Keras layers differ between replicas, repeat with the seed, and leave equal states", flavours="keras",
+       needs=(several_replicas,))  # fmt: skip
+def keras_dropout(bench: Bench) -> None:
+    keras, masks = bench.module, []
+    for _ in range(2):
+        _again(bench, 11)
+        with unidist.scope():
+            model = unidist.wrap_model(keras.Sequential([keras.Input((64,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)]))
+        dropout = model.layers[-1]
+        ones = bench.tensor(np.ones((1, 64)))
+        if bench.local_replicas == 1:
+            mine = [[bench.array(dropout(ones, training=True)) for _ in range(2)]]
+        else:
+            mine = bench.on_replicas(
+                lambda index, dropout=dropout, ones=ones: [dropout(ones, training=True) for _ in range(2)], reduce=False
+            )
+        masks.append([[bench.array(mask).tolist() for mask in row] for row in mine])
+        states = bench.everywhere([bench.array(copy).tolist() for copy in bench.backend._copies(dropout.seed_generator.state.value)])
+        compare.same({str(state) for row in states for state in row}, {str(states[0][0])}, "the generators' states")
+    compare.same(masks[0], masks[1], "the masks of the same seed")
+    compare.true(masks[0][0][0] != masks[0][0][1], "the second mask is another")
+    everything = [str(row[0]) for rows in bench.everywhere(masks[0]) for row in rows]
+    compare.same(len(set(everything)), bench.replicas, "different masks")
     _again(bench, 7)
 
 

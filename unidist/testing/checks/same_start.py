@@ -10,7 +10,7 @@ import unidist
 from unidist.errors import MismatchError
 from unidist.testing import compare, golden
 from unidist.testing.bench import Bench
-from unidist.testing.table import check, several_processes
+from unidist.testing.table import check, several_processes, several_replicas
 from unidist.testing.trial import Trial, setup, truth
 
 _SEVERAL = (several_processes,)
@@ -214,3 +214,23 @@ def unbuilt(bench: Bench) -> None:
     keras = bench.module
     with unidist.scope(), compare.raises(ValueError, "Input"):
         unidist.wrap_model(keras.Sequential([keras.layers.Dense(2)]))
+
+
+@check(
+    2, "make_train_step(check_every=n) notices a replica that drifts, also within a process", flavours="keras", needs=(several_replicas,)
+)
+def checked_while_training(bench: Bench) -> None:
+    """With BatchNorm, whose running statistics differ between passes and are no drift."""
+    n = 2 * bench.replicas
+    with unidist.scope():
+        model = unidist.wrap_model(bench.normalised(2, 0.5))
+    step = unidist.make_train_step(model, bench.optimizer("plain", model), bench.loss("linear", "mean"), check_every=2)
+    rows = np.random.default_rng(3).standard_normal((4 * n, 2))
+    with compare.raises(MismatchError, "kernel") as caught:
+        for number, batch in enumerate(unidist.wrap_data((rows, np.zeros((4 * n, 1))), global_batch_size=n)):
+            compare.true(number < 4 and step.updates == number, "it is noticed at the fourth update")
+            if number == 2 and bench.rank == bench.size - 1:
+                copy = bench.backend._copies(model.trainable_variables[0].value)[-1]
+                copy.assign_add(np.full((2, 2), 2.0**-30)) if hasattr(copy, "assign_add") else copy.data.add_(2.0**-30)
+            step(batch)
+    compare.true(step.updates == 4, f"at the fourth update: {caught.text}")
