@@ -8,7 +8,9 @@ MirroredStrategy: Keras builds from the mean of the replicas' first rows, which 
 
 from __future__ import annotations
 
+import functools
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +106,7 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
         counting = backend.counting
         counting.weight = rows
         try:
-            with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
-                logs = original(data)
+            logs = _counted_step(model, backend, original, data, rows)
         finally:
             counting.weight = None
         return _mean_logs(model, backend, logs, rows)
@@ -118,22 +119,37 @@ def install_test_step(model: Any, backend: TFBackend) -> None:
     original = of_class(model, "test_step")
 
     def test_step(data: Any) -> Any:
-        rows = num_rows(data)
-        with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
-            return original(data)
+        return _counted_step(model, backend, original, data, num_rows(data))
 
     put(model, "test_step", test_step)
 
 
-def without_xla(model: Any) -> None:
-    """Horovod's operations have no XLA form, and on GPUs Keras compiles by itself."""
-    original = of_class(model, "make_train_function")
+def _counted_step(model: Any, backend: TFBackend, original: Any, data: Any, rows: tf.Tensor) -> Any:
+    """A step whose losses count by their own denominators; on a replica without a row it leaves the metrics as they were."""
+    variables = [] if tf.get_static_value(rows) else [v for metric in model.metrics for v in metric.variables]
+    before = [tf.identity(v.value) for v in variables]
+    with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
+        logs = original(data)
+    for variable, value in zip(variables, before):
+        variable.value.assign(tf.where(rows > 0, variable.value, value))
+    results = model.get_metrics_result() if variables and isinstance(logs, Mapping) else {}
+    return results if results and set(results) == set(logs) else logs
 
-    def make_train_function(force: bool = False) -> Any:
+
+def check_functions(model: Any, backend: TFBackend, no_xla: str, one_step: str) -> None:
+    """Before Keras compiles a step: XLA is switched off, aloud, and several steps in one are refused, each where a reason is given."""
+    for name in ("make_train_function", "make_test_function"):
+        put(model, name, functools.partial(_make_function, model, backend, of_class(model, name), no_xla, one_step))
+
+
+def _make_function(model: Any, backend: TFBackend, original: Any, no_xla: str, one_step: str, force: bool = False) -> Any:
+    if one_step and model.steps_per_execution > 1:
+        raise UnsupportedError(f"compile(steps_per_execution={model.steps_per_execution}) doesn't run here: {one_step}; leave it at 1")
+    if no_xla and model.jit_compile:
+        if backend.world.rank == 0:
+            warnings.warn(f"jit_compile is switched off: {no_xla}", stacklevel=2)
         model.jit_compile = False
-        return original(force=force)
-
-    put(model, "make_train_function", make_train_function)
+    return original(force=force)
 
 
 def install_build(model: Any, strategy: Any) -> None:

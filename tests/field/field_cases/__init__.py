@@ -2,4 +2,5 @@
 
 MODULES = """
     gradients
+    fit
 """.split()
