@@ -143,8 +143,8 @@ class _Rows(keras.callbacks.Callback):  # type: ignore[misc]
         self.sizes: list[int] = []
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        outputs = keras.tree.flatten((logs or {})["outputs"])
-        self.sizes.append(int(outputs[0].shape[0]))
+        first = keras.tree.flatten(logs)[0]
+        self.sizes.append(int(first.shape[0]) if numpy.ndim(first) else 1)  # Keras makes a number of a single one
 
 
 def _predict(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unidist.errors import MismatchError, UnsupportedError
+from unidist.nest import map_nest
 from unidist_keras.counting import SUM, check_keras, counted_losses
 from unidist_keras.datasets import first_leaf
 from unidist_keras.fit import divide, take
@@ -46,11 +47,15 @@ def _test_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any]
 
 
 def _counted_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any, rows: float) -> Any:
-    """A step whose losses count by their own denominators; one without a row leaves the metrics as they were."""
+    """A step whose losses count by their own denominators; one without a row computes on zeros and leaves the metrics as they were."""
     variables = [v for metric in model.metrics for v in metric.variables] if rows == 0 else []
     before = [v.value.clone() for v in variables]
+    backend.shares.empty = rows == 0
+    if rows == 0:
+        data = map_nest(lambda leaf: leaf if leaf is None else leaf.new_zeros((1, *leaf.shape[1:])), data)
     with counted_losses(lambda loss, denominator: _by_rows(backend, loss, denominator, rows)):
         logs = original(data)
+    backend.shares.empty = False
     for variable, value in zip(variables, before):
         variable.assign(value)
     return logs
