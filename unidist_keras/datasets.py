@@ -81,9 +81,7 @@ class BatchShares(keras.utils.PyDataset):  # type: ignore[misc]
     """This process's rows of the global batches that a user's PyDataset makes."""
 
     def __init__(self, dataset: Any, rank: int, size: int) -> None:
-        super().__init__(
-            workers=dataset.workers, use_multiprocessing=dataset.use_multiprocessing, max_queue_size=dataset.max_queue_size
-        )
+        super().__init__(workers=dataset.workers, use_multiprocessing=dataset.use_multiprocessing, max_queue_size=dataset.max_queue_size)
         self._dataset = dataset
         self._rank, self._size = rank, size
         self.mark = [0, 0]

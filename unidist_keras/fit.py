@@ -99,7 +99,8 @@ def _fit(
         return original(
             shares.data, epochs=epochs, verbose=_verbose(backend, verbose), callbacks=agreed(callbacks, backend, set_epoch, shares.mark),
             validation_data=None if validation is None else validation.data, shuffle=False, class_weight=class_weight,
-            initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps, validation_freq=validation_freq,
+            initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
+            validation_freq=validation_freq,
         )  # fmt: skip
 
 
@@ -181,5 +182,3 @@ def _taking(backend: Any, original: Callable[..., Any], x: Any = None, *args: An
     if isinstance(kwargs.get("validation_data"), Data):
         kwargs["validation_data"] = backend._fit_data(kwargs["validation_data"]).data
     return original(backend._fit_data(x).data if isinstance(x, Data) else x, *args, **kwargs)
-
-

@@ -15,11 +15,12 @@ from unidist.errors import MismatchError, UnsupportedError
 from unidist.launchers import horovod_start
 from unidist.world import World
 from unidist_keras.fit import divide
+from unidist_keras.functions import check_functions
 from unidist_tf import state
 from unidist_tf.agreed import Kinds
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, one_gpu
-from unidist_tf.keras import check_functions, install_test_step, install_train_step
+from unidist_tf.keras import install_test_step, install_train_step
 
 horovod_start.require("tensorflow", "mpi_lib")
 
@@ -81,7 +82,7 @@ class Horovod(TFBackend):
             divide(model, self)
             install_train_step(model, self)
             install_test_step(model, self)
-            check_functions(model, self, "Horovod's operations have no XLA form", "")
+            check_functions(model, self, no_jit="Horovod's operations have no XLA form")
         else:
             super()._adapt_model(model)
 

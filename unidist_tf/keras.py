@@ -8,9 +8,7 @@ MirroredStrategy: Keras builds from the mean of the replicas' first rows, which 
 
 from __future__ import annotations
 
-import functools
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,22 +132,6 @@ def _counted_step(model: Any, backend: TFBackend, original: Any, data: Any, rows
         variable.value.assign(tf.where(rows > 0, variable.value, value))
     results = model.get_metrics_result() if variables and isinstance(logs, Mapping) else {}
     return results if results and set(results) == set(logs) else logs
-
-
-def check_functions(model: Any, backend: TFBackend, no_xla: str, one_step: str) -> None:
-    """Before Keras compiles a step: XLA is switched off, aloud, and several steps in one are refused, each where a reason is given."""
-    for name in ("make_train_function", "make_test_function"):
-        put(model, name, functools.partial(_make_function, model, backend, of_class(model, name), no_xla, one_step))
-
-
-def _make_function(model: Any, backend: TFBackend, original: Any, no_xla: str, one_step: str, force: bool = False) -> Any:
-    if one_step and model.steps_per_execution > 1:
-        raise UnsupportedError(f"compile(steps_per_execution={model.steps_per_execution}) doesn't run here: {one_step}; leave it at 1")
-    if no_xla and model.jit_compile:
-        if backend.world.rank == 0:
-            warnings.warn(f"jit_compile is switched off: {no_xla}", stacklevel=2)
-        model.jit_compile = False
-    return original(force=force)
 
 
 def install_build(model: Any, strategy: Any) -> None:

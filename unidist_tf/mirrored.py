@@ -13,10 +13,11 @@ from unidist.batch import Share, split_sizes
 from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
 from unidist_keras.fit import put_logs
+from unidist_keras.functions import check_functions
 from unidist_tf import state, tensors
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, several, split_cpu
-from unidist_tf.keras import check_functions, install_build, install_test_step, install_train_step
+from unidist_tf.keras import install_build, install_test_step, install_train_step
 
 
 class Mirrored(TFBackend):
@@ -90,7 +91,7 @@ class Mirrored(TFBackend):
         if self.num_replicas > 1:
             put_logs(model, self)
             on_cpu = "" if "GPU" in self._devices[0] else "MirroredStrategy crashes with it on logical CPUs"
-            check_functions(model, self, on_cpu, on_cpu)
+            check_functions(model, self, no_jit=on_cpu, one_step=on_cpu)
             install_train_step(model, self)
             install_test_step(model, self)
             install_build(model, self.strategy)

@@ -13,6 +13,7 @@ from unidist.nest import map_nest
 from unidist_keras.counting import SUM, check_keras, counted_losses
 from unidist_keras.datasets import first_leaf
 from unidist_keras.fit import divide, take
+from unidist_keras.functions import check_functions
 from unidist_keras.names import check_built, model_variables, numbered
 from unidist_keras.on_instance import is_put, of_class, put
 from unidist_torch.transport import Transport
@@ -31,6 +32,7 @@ def adapt_model(model: Any, backend: TorchBackend) -> None:
     divide(model, backend)
     for name, step in (("train_step", _train_step), ("test_step", _test_step)):
         put(model, name, functools.partial(step, backend, model, of_class(model, name)))
+    check_functions(model, backend, no_jit="the exchange of gradients is not one of the operations that torch.compile compiles")
 
 
 def _train_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any) -> Any:

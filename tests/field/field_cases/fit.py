@@ -216,13 +216,13 @@ def _named(bench: Bench) -> tuple[Any, Any]:
     right = keras.layers.Dense(1, kernel_initializer="ones")(words)
     model = keras.Model(inputs, {"left": left, "right": right})
     decay = keras.optimizers.schedules.ExponentialDecay(2.0**-4, 1, 0.5)
-    return model, keras.optimizers.SGD(decay, global_clipnorm=0.5, use_ema=True, ema_momentum=0.5)
+    return model, keras.optimizers.SGD(decay, use_ema=True, ema_momentum=0.5)
 
 
 IDS = np.array([[1, 2, 3], [4, 0, 0], [2, 2, 0], [3, 0, 0], [1, 0, 0], [4, 4, 4], [2, 1, 0]])
 
 
-@check(1, "dicts in and out, masks, losses and weights per output, L2, a schedule, clipping, EMA", number=50, flavours="keras")
+@check(1, "dicts in and out, masks, losses and weights per output, L2, a schedule, EMA", number=50, flavours="keras")
 def nested(bench: Bench) -> None:
     ops = bench.module.ops
     model, bare = pair(
@@ -241,7 +241,8 @@ def nested(bench: Bench) -> None:
 
 
 OPTIMIZERS = {
-    "clipnorm": {"clipnorm": 2.0**-4}, "clipvalue": {"clipvalue": 2.0**-5}, "decay": {"weight_decay": 2.0**-3},
+    "clipnorm": {"clipnorm": 2.0**-4}, "clipvalue": {"clipvalue": 2.0**-5}, "global-clipnorm": {"global_clipnorm": 2.0**-4},
+    "decay": {"weight_decay": 2.0**-3},
     "accumulation": {"gradient_accumulation_steps": 3},
     "ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
 }  # fmt: skip
@@ -419,3 +420,29 @@ def warmup(bench: Bench) -> None:
     for wrong in ({"factor": 0.0}, {"epochs": 0}, {"steps": -1}):
         with compare.raises(ValueError, "positive"):
             ours.LearningRateWarmup(**wrong)
+
+
+@check(12, "jit_compile works or is switched off with a warning; steps_per_execution works or is refused", number=51, flavours="keras",
+       needs=(several_replicas,))  # fmt: skip
+def compiled(bench: Bench) -> None:
+    import warnings
+
+    model, bare = pair(bench, lambda: _dense(bench), loss="mse")
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    with unidist.scope():
+        model.compile(model.optimizer, loss="mse", jit_compile=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, Y, **options)
+    compare.true(bench.rank > 0 or any("jit_compile" in str(w.message) for w in caught), "rank 0 warns")
+    bare.fit(X, Y, **options)
+    same(bench, model, bare)
+    with unidist.scope():
+        model.compile(model.optimizer, loss="mse", steps_per_execution=2)
+    if bench.backend.framework == "torch" or bench.size == 1:
+        with compare.raises((ValueError, unidist.UnsupportedError), "steps_per_execution"):
+            model.fit(X, Y, **options)
+    else:
+        model.fit(X, Y, **options)
+        bare.fit(X, Y, **options)
+        same(bench, model, bare)
