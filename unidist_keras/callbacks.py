@@ -79,8 +79,11 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
             return
         self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
         broadcast(self.model)
-        if self.model.optimizer is not None and self.model.optimizer.built:
-            broadcast(self.model.optimizer)
+        optimizer = self.model.optimizer
+        if optimizer is not None:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            broadcast(optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """The data's order of this epoch; a learning rate that a scheduler has set."""
@@ -117,7 +120,7 @@ class BatchAgreement(Agreement):
 
 def _rate(optimizer: Any) -> float | None:
     """The learning rate when callbacks can set it: None for a schedule."""
-    variable = getattr(optimizer, "_learning_rate", None)
+    variable = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return float(keras.ops.convert_to_numpy(variable)) if isinstance(variable, keras.Variable) else None
 
 

@@ -40,6 +40,12 @@ class Shares:
         if isinstance(self.data, ArrayShares):
             self.data.set_epoch(epoch)
 
+    def sizes(self, steps: int | None) -> list[tuple[int, ...]] | None:
+        """Rows of every rank in each batch, where they are known beforehand."""
+        if not isinstance(self.data, ArrayShares):
+            return None
+        return self.data.sizes()[:steps]
+
     def mark(self) -> Any:
         """(passes, checksum) of the first batch of the pass, where every rank makes whole batches."""
         return self.data.mark if isinstance(self.data, BatchShares) else None
@@ -69,6 +75,10 @@ class ArrayShares(keras.utils.PyDataset):  # type: ignore[misc]
         mine = self._plan.positions(step)
         rows = self._order[mine.start : mine.stop] if self._plan.shuffle else slice(mine.start, mine.stop)
         return map_nest(lambda leaf: None if leaf is None else leaf[rows], self._arrays)
+
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Rows of every rank in each batch."""
+        return [self._plan.share(step).sizes for step in range(self.num_batches)]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass in this epoch's order; another pass before the next call is in the order that follows."""
@@ -194,7 +204,8 @@ def as_arrays(what: str, *values: Any) -> tuple[Any, ...]:
     for leaf in leaves(values):
         if leaf is not None and not hasattr(leaf, "__array__"):
             raise UnsupportedError(f"{what} takes arrays in a job of several processes, not a {type(leaf).__name__}")
-    return tuple(map_nest(lambda leaf: None if leaf is None else _to_numpy(leaf), value) for value in values)
+    given = (tuple(value) if isinstance(value, list) else value for value in values)  # tf.data would stack the parts of a list
+    return tuple(map_nest(lambda leaf: None if leaf is None else _to_numpy(leaf), value) for value in given)
 
 
 def _to_numpy(leaf: Any) -> Any:

@@ -157,19 +157,19 @@ def _predict(
         raise UnsupportedError("predict takes the whole data; for what wrap_data returned use unidist.predict(model, data)")
     backend._end_of_pass()
     shares = datasets.read(backend, "predict", x, batch_size=batch_size, steps=steps)
-    rows = _Rows()
-    given = keras.tree.flatten(quiet(callbacks, backend) or [])
-    mine = original(shares.data, verbose=_verbose(backend, verbose), steps=steps, callbacks=[*given, rows])
-    order = _in_order(all_gather_object(rows.sizes))
+    sizes, rows = shares.sizes(steps), _Rows()
+    given = keras.tree.flatten(quiet(callbacks, backend) or []) + ([] if sizes else [rows])
+    mine = original(shares.data, verbose=_verbose(backend, verbose), steps=steps, callbacks=given)
+    order = _in_order(sizes or list(zip(*all_gather_object(rows.sizes))))
     return map_nest(lambda leaf: leaf[order], all_gather(mine))
 
 
 def _in_order(sizes: Sequence[Sequence[int]]) -> Any:
-    """Positions of the rows, batch by batch, in the ranks' outputs joined by rank; sizes: each rank's rows of each batch."""
-    table = numpy.array(sizes)
-    flat = table.reshape(-1)
-    begins = (numpy.cumsum(flat) - flat).reshape(table.shape)
-    return numpy.concatenate([numpy.arange(b, b + n) for b, n in zip(begins.T.reshape(-1), table.T.reshape(-1))])
+    """Positions of the rows, batch by batch, in the ranks' outputs joined by rank; sizes: of each batch, the rows of each rank."""
+    by_rank = numpy.array(sizes).T
+    flat = by_rank.reshape(-1)
+    begins = (numpy.cumsum(flat) - flat).reshape(by_rank.shape)
+    return numpy.concatenate([numpy.arange(b, b + n) for b, n in zip(begins.T.reshape(-1), by_rank.T.reshape(-1))])
 
 
 def take(model: Any, backend: Backend) -> None:

@@ -20,7 +20,7 @@ from unidist_tf import state
 from unidist_tf.agreed import Kinds
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, one_gpu
-from unidist_tf.keras import install_test_step, install_train_step
+from unidist_tf.keras import install_build, install_test_step, install_train_step
 
 horovod_start.require("tensorflow", "mpi_lib")
 
@@ -82,6 +82,7 @@ class Horovod(TFBackend):
             divide(model, self)
             install_train_step(model, self)
             install_test_step(model, self)
+            install_build(model, self, None)
             check_functions(model, self, no_jit="Horovod's operations have no XLA form")
         else:
             super()._adapt_model(model)

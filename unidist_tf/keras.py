@@ -8,6 +8,7 @@ MirroredStrategy: Keras builds from the mean of the replicas' first rows, which 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 class Counting(threading.local):
     """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
 
-    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
-    it counts before gradients are taken, so that nothing is multiplied later.
+    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; rows: those of any step of Keras; scaled: the loss is
+    multiplied by how it counts before gradients are taken, so that nothing is multiplied later.
     """
 
     weight: Any = None
+    rows: Any = None
     scaled: bool = False
 
 
@@ -126,25 +128,50 @@ def _counted_step(model: Any, backend: TFBackend, original: Any, data: Any, rows
     """A step whose losses count by their own denominators; on a replica without a row it leaves the metrics as they were."""
     variables = [] if tf.get_static_value(rows) else [v for metric in model.metrics for v in metric.variables]
     before = [tf.identity(v.value) for v in variables]
-    with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
-        logs = original(data)
+    backend.counting.rows = rows
+    try:
+        with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
+            logs = original(data)
+    finally:
+        backend.counting.rows = None
     for variable, value in zip(variables, before):
         variable.value.assign(tf.where(rows > 0, variable.value, value))
     results = model.get_metrics_result() if variables and isinstance(logs, Mapping) else {}
     return results if results and set(results) == set(logs) else logs
 
 
-def install_build(model: Any, strategy: Any) -> None:
-    """Metrics and losses are built from the first replica's rows of the first batch."""
+def install_build(model: Any, backend: TFBackend, strategy: Any) -> None:
+    """Metrics and losses are built before steps are traced, from the first replica's rows of the first batch.
+
+    Under MirroredStrategy, since Keras' own build takes the mean of the replicas' rows; elsewhere so that the losses of several outputs
+    are known (see `_weigh_parts`).
+    """
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
-        if iterator is not None:
-            batch = next(next(data for _, _, data in iterator))
-            data_batch = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], batch)
-        with strategy.scope():
-            model._symbolic_build(data_batch=data_batch)
+        if strategy is not None or not _is_built(model):
+            if iterator is not None:
+                data_batch = next(next(data for _, _, data in iterator))
+            if strategy is not None and iterator is not None:
+                data_batch = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data_batch)
+            with contextlib.nullcontext() if strategy is None else strategy.scope():
+                model._symbolic_build(data_batch=data_batch)
+        _weigh_parts(model, backend)
 
     put(model, "_maybe_symbolic_build", build)
+
+
+def _is_built(model: Any) -> bool:
+    return all(part is None or part.built for part in (model._compile_loss, model._compile_metrics))
+
+
+def _weigh_parts(model: Any, backend: TFBackend) -> None:
+    """The logged loss of each output is a mean over samples: Keras weighs it by a number of rows that it lacks in compiled steps."""
+    for metric in getattr(model._compile_loss, "metrics", None) or []:
+
+        def update(value: Any, sample_weight: Any = None, update_state: Any = of_class(metric, "update_state")) -> Any:  # noqa: B008
+            return update_state(value, sample_weight=backend.counting.rows if sample_weight is None else sample_weight)
+
+        put(metric, "update_state", update)
 
 
 def num_rows(data: Any) -> tf.Tensor:

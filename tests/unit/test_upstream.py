@@ -19,8 +19,10 @@ assert hasattr(worker, "_worker_info")
 KERAS = """
 import keras
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-assert callable(model._get_metrics_result_or_logs)
+assert callable(model._get_metrics_result_or_logs) and model._initial_epoch is None
+assert keras.callbacks.EarlyStopping.__module__.startswith("keras.src.callbacks.")
 optimizer = keras.optimizers.SGD()
+assert isinstance(optimizer._learning_rate, keras.Variable)
 optimizer.build(model.trainable_variables)
 assert [v.path for v in optimizer._trainable_variables] == [v.path for v in model.trainable_variables]
 from keras.src.losses import loss

@@ -251,6 +251,10 @@ OPTIMIZERS = {
 @check(4, "what an optimizer does with gradients, after they are reduced", number=51, flavours="keras", cases=OPTIMIZERS)
 def optimizers(bench: Bench, settings: dict[str, Any]) -> None:
     """Two batches an epoch, windows of three that go on over its end."""
+    if "ema_overwrite_frequency" in settings and bench.local_replicas > 1:
+        with unidist.scope(), compare.raises(unidist.UnsupportedError, "ema_overwrite_frequency"):
+            unidist.wrap_optimizer(_dense(bench, **settings)[1])
+        return
     model, bare = pair(bench, lambda: _dense(bench, **settings), loss="mse")
     options = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
     same(bench, model, bare, model.fit(X, Y, **options), bare.fit(X, Y, **options))
