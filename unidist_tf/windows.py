@@ -5,7 +5,7 @@ there are two compiled steps, one that holds gradients and one that ends a windo
 
 Private names of Keras' optimizers that are touched: `_backend_apply_gradients` (replaced on the instance), and what it calls there:
 `_accumulated_gradients`, `_get_variable_index`, `_backend_increment_gradient_accumulators`, `_clip_gradients`, `_apply_weight_decay`,
-`_backend_update_step`, `_update_model_variables_moving_average`, `_trainable_variables`.
+`_backend_update_step`, `_update_model_variables_moving_average`, `_trainable_variables`, `_iterations` (`iterations` counts windows).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def two_steps(model: Any, backend: Mirrored, make: Callable[..., Any], force: bo
 
     def train_function(iterator: Any) -> Any:
         optimizer = model.optimizer
-        ends = (int(optimizer.iterations.numpy()) + 1) % optimizer.gradient_accumulation_steps == 0
+        ends = (int(optimizer._iterations.numpy()) + 1) % optimizer.gradient_accumulation_steps == 0
         backend.windows.ends = ends
         try:
             return (end if ends else hold)(iterator)

@@ -31,7 +31,16 @@ for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution", "re
 assert callable(keras.layers.BatchNormalization()._moments) and callable(model._flatten_layers)
 if keras.config.backend() == "tensorflow":
     import tensorflow as tf
-    assert callable(optimizer._all_reduce_sum_gradients) and callable(model._maybe_symbolic_build)
+    assert callable(optimizer._all_reduce_sum_gradients) and callable(model._maybe_symbolic_build) and callable(model._symbolic_build)
+    model.compile(optimizer, loss="mse", metrics=["mae"])
+    assert model._compile_loss.metrics == [] and not model._compile_loss.built and not model._compile_metrics.built
+    held = keras.optimizers.SGD(gradient_accumulation_steps=2, use_ema=True)
+    held.build(model.trainable_variables)
+    assert [v.shape for v in held._accumulated_gradients] == [v.shape for v in model.trainable_variables] and int(held._iterations) == 0
+    assert held._get_variable_index(model.trainable_variables[1]) == 1
+    for name in ("_backend_apply_gradients", "_backend_increment_gradient_accumulators", "_clip_gradients", "_apply_weight_decay",
+                 "_backend_update_step", "_update_model_variables_moving_average"):
+        assert callable(getattr(held, name)), name
     batched = tf.data.Dataset.range(4).shuffle(2, seed=1).batch(2)
     assert [type(d).__name__ for d in batched._inputs()] == ["_ShuffleDataset"] and hasattr(batched, "_batch_size"), batched
     assert callable(tf.distribute.get_strategy().extended.variable_created_in_scope)
