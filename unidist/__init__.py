@@ -193,6 +193,8 @@ __all__ = list(_HOME)  # noqa: PLE0604
 
 def __getattr__(name: str) -> Any:
     """A public name, from the module that defines it."""
+    if name == "keras":
+        return importlib.import_module("unidist.keras")
     if name not in _HOME:
         raise AttributeError(f"module 'unidist' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"unidist.{_HOME[name]}"), name)

@@ -197,6 +197,10 @@ class Backend(ABC):
     def _end_of_pass(self) -> None:  # noqa: B027  # most backends have nothing to do
         """After a pass over `wrap_data`, on all ranks: rank 0's running statistics reach the others."""
 
+    def _fit_data(self, data: Any) -> Any:
+        """For Keras' own fit: this process's shares of a data set of the framework or of `wrap_data`'s; None for other data."""
+        return None
+
     # collectives: contiguous tensors on which all ranks agree. They get a keyword `group` when only its ranks take part
 
     def _new_group(self, group: Group) -> Any:

@@ -1,6 +1,6 @@
 """Keras' own fit, evaluate and predict in a job of several processes: each takes the whole data and works on its share.
 
-`divide` puts them on the model instance. Batch sizes are global. Metrics are merged as sums of their state over all ranks.
+`divide` puts them on the model instance. Batch sizes are global. What they return is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -8,37 +8,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy
 
-from unidist.agreement import check_same
-from unidist.batch import split_sizes
-from unidist.collectives import all_gather
-from unidist.data import GlobalPlan
+from unidist.collectives import all_gather, all_gather_object
+from unidist.data import Data
 from unidist.errors import UnsupportedError
-from unidist.nest import leaves, map_nest
+from unidist.nest import map_nest
+from unidist_keras import datasets
+from unidist_keras.callbacks import agreed, quiet
+from unidist_keras.merging import merged_logs
 from unidist_keras.on_instance import of_class, put
 
 if TYPE_CHECKING:
     from unidist.base import Backend
 
-DEFAULT_BATCH = 32
-
 
 class FitState:
     """What a running fit tells the exchange in the optimizer's `apply`; one per backend.
 
-    weight: rows of this step when they have to ride along, since shares may be uneven; stepping: inside Keras' train step.
+    weight: rows of this step when they have to ride along, since shares may be uneven; stepping: inside Keras' train step;
+    rows: of the step that ran last, where Python knows it.
     """
 
     def __init__(self) -> None:
         self.weight: Any = None
         self.stepping = False
-        self.drop_metrics = False
+        self.rows: float | None = None
         self._counting = False
 
     @contextlib.contextmanager
@@ -51,9 +50,9 @@ class FitState:
             self._counting = False
 
     @contextlib.contextmanager
-    def step(self, rows: Any) -> Iterator[None]:
-        """Around Keras' own train step on `rows` samples (a number, or a tensor while tracing)."""
-        self.stepping, self.weight = True, rows if self._counting else None
+    def step(self, rows: float) -> Iterator[None]:
+        """Around Keras' own train step on so many samples."""
+        self.stepping, self.rows, self.weight = True, rows, rows if self._counting else None
         try:
             yield
         finally:
@@ -62,111 +61,18 @@ class FitState:
 
 def divide(model: Any, backend: Backend) -> None:
     """Replace `fit`, `evaluate` and `predict` of this model object; its class and saved form stay Keras'."""
-    for name, function in (
-        ("fit", functools.partial(_fit, model, backend)),
-        ("evaluate", functools.partial(_evaluate, model, backend)),
-        ("predict", functools.partial(_predict, backend)),
-        ("_get_metrics_result_or_logs", functools.partial(_merged, model, backend)),
-    ):
-        put(model, name, functools.partial(function, of_class(model, name)))
+    for name, function in (("fit", _fit), ("evaluate", _evaluate), ("predict", _predict)):
+        put(model, name, functools.partial(function, model, backend, of_class(model, name)))
+    put_logs(model, backend)
 
 
-class Shares(keras.utils.PyDataset):
-    """This process's rows of every global batch of arrays, in an order that is the same on all ranks."""
-
-    def __init__(self, arrays: tuple[Any, ...], plan: GlobalPlan) -> None:
-        super().__init__()
-        self._arrays = arrays
-        self._plan = plan
-        self._epoch = 0
-        self._order = plan.order(0)
-
-    @property
-    def num_batches(self) -> int:
-        return self._plan.num_steps or 0
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __getitem__(self, step: int) -> Any:
-        mine = self._plan.positions(step)
-        rows = self._order[mine.start : mine.stop]
-        return map_nest(lambda leaf: leaf[rows], self._arrays)
-
-    def on_epoch_end(self) -> None:
-        if self._plan.shuffle:
-            self._epoch += 1
-            self._order = self._plan.order(self._epoch)
+def put_logs(model: Any, backend: Backend) -> None:
+    """Logs at the end of epochs from the state of all replicas."""
+    name = "_get_metrics_result_or_logs"
+    put(model, name, functools.partial(merged_logs, model, backend, of_class(model, name)))
 
 
-class BatchShares(keras.utils.PyDataset):
-    """This process's rows of the global batches that a user's PyDataset makes."""
-
-    def __init__(self, dataset: Any, rank: int, size: int) -> None:
-        super().__init__()
-        self._dataset = dataset
-        self._rank, self._size = rank, size
-
-    @property
-    def num_batches(self) -> Any:
-        return self._dataset.num_batches
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, step: int) -> Any:
-        batch = map_nest(numpy.asarray, self._dataset[step])
-        rows = _part(len(leaves(batch)[0]), self._rank, self._size)
-        if rows.start == rows.stop:
-            raise UnsupportedError(f"batch {step} has fewer samples than the job has processes; make it larger, or drop it")
-        return map_nest(lambda leaf: leaf[rows], batch)
-
-    def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
-
-
-def _part(total: int, rank: int, size: int) -> slice:
-    sizes = split_sizes(total, size)
-    begin = sum(sizes[:rank])
-    return slice(begin, begin + sizes[rank])
-
-
-def _as_arrays(what: str, *values: Any) -> tuple[Any, ...]:
-    """Nests of NumPy arrays; None at the end is left out."""
-    while values and values[-1] is None:
-        values = values[:-1]
-    for leaf in leaves(values):
-        if leaf is not None and not hasattr(leaf, "__array__") and not isinstance(leaf, numpy.ndarray):
-            raise UnsupportedError(
-                f"{what} takes arrays or a keras.utils.PyDataset in a job of several processes, not a {type(leaf).__name__}; every rank "
-                "gives the whole data, and unidist takes its share"
-            )
-    return tuple(value if value is None else map_nest(_to_numpy, value) for value in values)
-
-
-def _to_numpy(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, numpy.ndarray) else keras.ops.convert_to_numpy(leaf)
-
-
-def _check_whole(backend: Backend, what: str, arrays: tuple[Any, ...], batch_size: int) -> int:
-    """The number of rows, after the ranks compared sizes and checksums of the first and last rows."""
-    flat = [leaf for leaf in leaves(arrays) if leaf is not None]
-    if len({len(leaf) for leaf in flat}) != 1:
-        raise ValueError(f"the arrays have different numbers of rows: {[len(leaf) for leaf in flat]}")
-    rows = [["batch size", batch_size]] + [[f"array {i}", list(a.shape), str(a.dtype), _checksum(a)] for i, a in enumerate(flat)]
-    check_same(
-        backend.control, f"the data given to {what} (every rank gives the whole data; data that is split already goes through "
-        "unidist.wrap_data(..., already_sharded=True, per_replica_batch_size=...) and make_train_step)", rows
-    )  # fmt: skip
-    return len(flat[0])
-
-
-def _checksum(array: Any) -> int:
-    ends = numpy.concatenate([array[:1].reshape(-1), array[-1:].reshape(-1)])
-    return zlib.crc32(repr(ends.tolist()).encode()) if array.dtype.hasobject else zlib.crc32(ends.tobytes())
-
-
-def _quiet(backend: Backend, verbose: Any) -> Any:
+def _verbose(backend: Backend, verbose: Any) -> Any:
     return verbose if backend.world.rank == 0 else 0
 
 
@@ -177,104 +83,102 @@ def _fit(
     validation_steps: int | None = None, validation_batch_size: int | None = None, validation_freq: Any = 1,
 ) -> Any:  # fmt: skip
     """Keras' fit over the shares of global batches; the history is the same on all ranks."""
-    batch = batch_size or DEFAULT_BATCH
-    if isinstance(x, keras.utils.PyDataset):
-        data: Any = BatchShares(x, backend.world.rank, backend.world.size)
-        even = False
+    read = functools.partial(datasets.read, backend)
+    later = validation_batch_size or batch_size
+    if validation_split and validation_data is None:
+        shares, validation = _split(backend, validation_split, (x, y, sample_weight), batch_size, later, steps_per_epoch, shuffle)
     else:
-        arrays = _as_arrays("fit", x, y, sample_weight)
-        rows = _check_whole(backend, "fit", arrays, batch)
-        if validation_split:
-            split = math.floor(rows * (1.0 - validation_split))
-            validation_data = map_nest(lambda leaf: leaf[split:], arrays)
-            arrays, rows = map_nest(lambda leaf: leaf[:split], arrays), split
-        plan = _plan(backend, rows, batch, shuffle)
-        data, even = Shares(arrays, plan), all(plan.share(step).even for step in range(plan.num_steps or 0))
+        shares = read("fit", x, y, sample_weight, batch_size=batch_size, steps=steps_per_epoch, shuffle=shuffle)
+        validation = None
     if validation_data is not None:
-        validation_data, validation_batch_size = _validation(backend, validation_data, validation_batch_size or batch, validation_steps)
-    with backend.fit.counting_rows(not even):
+        given = keras.utils.unpack_x_y_sample_weight(validation_data)
+        validation = read("validation_data", *given, batch_size=later, steps=validation_steps)
+    set_epoch = shares.set_epoch if steps_per_epoch is None else None
+    shares.set_epoch(initial_epoch)
+    with backend.fit.counting_rows(not shares.even):
         return original(
-            data, epochs=epochs, verbose=_quiet(backend, verbose), callbacks=callbacks, validation_data=validation_data, shuffle=False,
-            class_weight=class_weight, initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch,
-            validation_batch_size=validation_batch_size, validation_freq=validation_freq,
+            shares.data, epochs=epochs, verbose=_verbose(backend, verbose), callbacks=agreed(callbacks, backend, set_epoch, shares.mark),
+            validation_data=None if validation is None else validation.data, shuffle=False, class_weight=class_weight,
+            initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
+            validation_freq=validation_freq,
         )  # fmt: skip
 
 
-def _plan(backend: Backend, rows: int, batch: int, shuffle: bool) -> GlobalPlan:
-    plan = GlobalPlan(rows, batch, backend.num_replicas, backend.world.rank, 1, shuffle, False, backend.settings.seed or 0)
-    smallest = plan.share((plan.num_steps or 1) - 1).total
-    if smallest < backend.num_replicas:
-        raise UnsupportedError(
-            f"fit's last batch has {smallest} of {rows} samples, fewer than the {backend.num_replicas} replicas; choose another batch_size, or "  # noqa: E501
-            "use make_train_step, which counts empty shares exactly"
-        )
-    return plan
-
-
-def _validation(backend: Backend, data: Any, batch: int, steps: int | None) -> tuple[Any, int]:
-    """This rank's part of the validation data, and its batch size."""
-    if isinstance(data, keras.utils.PyDataset):
-        return BatchShares(data, backend.world.rank, backend.world.size), batch
-    arrays = _as_arrays("validation_data", *data)
-    part, empty = _own_rows(backend, "validation_data", arrays, batch, steps)
-    if empty:
-        raise UnsupportedError("the validation data has fewer samples than the job has processes")
-    return part, math.ceil(batch / backend.world.size)
-
-
-def _own_rows(backend: Backend, what: str, arrays: tuple[Any, ...], batch: int, steps: int | None) -> tuple[Any, bool]:
-    """(this rank's consecutive rows, False), or (one borrowed row, True) when there are fewer rows than ranks."""
-    total = _check_whole(backend, what, arrays, batch)
-    if steps is not None:
-        total = min(total, steps * batch)
-    rows = _part(total, backend.world.rank, backend.world.size)
-    empty = rows.start == rows.stop
-    rows = slice(0, 1) if empty else rows
-    return map_nest(lambda leaf: None if leaf is None else leaf[rows], arrays), empty
+def _split(
+    backend: Backend, part: float, values: tuple[Any, ...], batch: int | None, later: int | None, steps: int | None, shuffle: bool
+) -> tuple[datasets.Shares, datasets.Shares]:
+    """The first rows to train on, the last ones for validation."""
+    if not datasets.is_arrays(values[0]):
+        raise UnsupportedError(f"validation_split takes arrays, not a {type(values[0]).__name__}; give validation_data")
+    arrays = datasets.as_arrays("fit", *values)
+    rows = datasets.check_whole(backend, "fit", arrays, batch)
+    first = math.floor(rows * (1.0 - part))
+    if not 0 < first < rows:
+        raise ValueError(f"validation_split={part!r} leaves nothing of the {rows} rows to train on, or nothing to validate with")
+    head, tail = (map_nest(lambda leaf: None if leaf is None else leaf[chosen], arrays) for chosen in (slice(first), slice(first, rows)))
+    return datasets.cut(backend, head, first, batch, steps, shuffle), datasets.cut(backend, tail, rows - first, later, None, False)
 
 
 def _evaluate(
-    model: Any, backend: Any, original: Callable[..., Any], x: Any = None, y: Any = None, batch_size: int | None = None, verbose: Any = "auto",  # noqa: E501
-    sample_weight: Any = None, steps: int | None = None, callbacks: Any = None, return_dict: bool = False, **internal: Any,
+    model: Any, backend: Any, original: Callable[..., Any], x: Any = None, y: Any = None, batch_size: int | None = None,
+    verbose: Any = "auto", sample_weight: Any = None, steps: int | None = None, callbacks: Any = None, return_dict: bool = False,
+    **internal: Any,
 ) -> Any:  # fmt: skip
-    """Keras' evaluate over this rank's rows; the result is merged over all ranks."""
+    """Keras' evaluate over this rank's shares of global batches; the result is merged over all ranks."""
+    verbose = _verbose(backend, verbose)
+    backend._end_of_pass()
     if internal:  # fit's own validation, whose data is split already
         return original(
-            x=x, y=y, batch_size=batch_size, verbose=_quiet(backend, verbose), sample_weight=sample_weight, steps=steps, callbacks=callbacks,  # noqa: E501
+            x=x, y=y, batch_size=batch_size, verbose=verbose, sample_weight=sample_weight, steps=steps, callbacks=callbacks,
             return_dict=return_dict, **internal,
         )  # fmt: skip
-    if isinstance(x, keras.utils.PyDataset):
-        shares = BatchShares(x, backend.world.rank, backend.world.size)
-        return original(shares, verbose=_quiet(backend, verbose), steps=steps, callbacks=callbacks, return_dict=return_dict)
-    batch = batch_size or DEFAULT_BATCH
-    part, empty = _own_rows(backend, "evaluate", _as_arrays("evaluate", x, y, sample_weight), batch, steps)
-    x, y, sample_weight = (*part, None, None)[:3]
-    backend.fit.drop_metrics = empty
-    try:
-        return original(
-            x, y, batch_size=math.ceil(batch / backend.world.size), verbose=_quiet(backend, verbose), sample_weight=sample_weight,
-            callbacks=callbacks, return_dict=return_dict,
-        )  # fmt: skip
-    finally:
-        backend.fit.drop_metrics = False
+    shares = datasets.read(backend, "evaluate", x, y, sample_weight, batch_size=batch_size, steps=steps)
+    return original(shares.data, verbose=verbose, steps=steps, callbacks=quiet(callbacks, backend), return_dict=return_dict)
 
 
-def _merged(model: Any, backend: Any, original: Callable[..., Any], logs: Any) -> Any:
-    """At the end of an epoch or evaluation: every metric's state summed over the ranks, then its result."""
-    for metric in model.metrics:
-        for variable in metric.variables:
-            local = backend._as_tensor(variable)
-            total = backend._all_reduce(local * 0 if backend.fit.drop_metrics else local, "sum")
-            variable.assign(total)
-    return original(logs)
+class _Rows(keras.callbacks.Callback):  # type: ignore[misc]
+    """How many rows each batch of predict gave here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        first = keras.tree.flatten(logs)[0]
+        self.sizes.append(int(first.shape[0]) if numpy.ndim(first) else 1)  # Keras makes a number of a single one
 
 
 def _predict(
-    backend: Backend, original: Callable[..., Any], x: Any, batch_size: int | None = None, verbose: Any = "auto", steps: int | None = None,
-    callbacks: Any = None,
+    model: Any, backend: Backend, original: Callable[..., Any], x: Any, batch_size: int | None = None, verbose: Any = "auto",
+    steps: int | None = None, callbacks: Any = None,
 ) -> Any:  # fmt: skip
-    """Keras' predict over this rank's rows; every rank gets all rows, in order."""
-    batch = batch_size or DEFAULT_BATCH
-    part, empty = _own_rows(backend, "predict", _as_arrays("predict", x), batch, steps)
-    mine = original(part[0], batch_size=math.ceil(batch / backend.world.size), verbose=_quiet(backend, verbose), callbacks=callbacks)
-    return all_gather(map_nest(lambda leaf: leaf[:0] if empty else leaf, mine))
+    """Keras' predict over this rank's shares of global batches; every rank gets all rows, in order."""
+    if isinstance(x, Data):
+        raise UnsupportedError("predict takes the whole data; for what wrap_data returned use unidist.predict(model, data)")
+    backend._end_of_pass()
+    shares = datasets.read(backend, "predict", x, batch_size=batch_size, steps=steps)
+    sizes, rows = shares.sizes(steps), _Rows()
+    given = keras.tree.flatten(quiet(callbacks, backend) or []) + ([] if sizes else [rows])
+    mine = original(shares.data, verbose=_verbose(backend, verbose), steps=steps, callbacks=given)
+    order = _in_order(sizes or list(zip(*all_gather_object(rows.sizes))))
+    return map_nest(lambda leaf: leaf[order], all_gather(mine))
+
+
+def _in_order(sizes: Sequence[Sequence[int]]) -> Any:
+    """Positions of the rows, batch by batch, in the ranks' outputs joined by rank; sizes: of each batch, the rows of each rank."""
+    by_rank = numpy.array(sizes).T
+    flat = by_rank.reshape(-1)
+    begins = (numpy.cumsum(flat) - flat).reshape(by_rank.shape)
+    return numpy.concatenate([numpy.arange(b, b + n) for b, n in zip(begins.T.reshape(-1), by_rank.T.reshape(-1))])
+
+
+def take(model: Any, backend: Backend) -> None:
+    """For a model of one process: its `fit` and `evaluate` also take what `wrap_data` returns."""
+    for name in ("fit", "evaluate"):
+        put(model, name, functools.partial(_taking, backend, of_class(model, name)))
+
+
+def _taking(backend: Any, original: Callable[..., Any], x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(kwargs.get("validation_data"), Data):
+        kwargs["validation_data"] = backend._fit_data(kwargs["validation_data"]).data
+    return original(backend._fit_data(x).data if isinstance(x, Data) else x, *args, **kwargs)

@@ -21,6 +21,7 @@ from unidist.data import Source
 from unidist.errors import FrameworkMismatchError, MismatchError, UnsupportedError
 from unidist.groups import Group
 from unidist_keras.counting import check_keras
+from unidist_keras.fit import take
 from unidist_keras.names import check_built
 from unidist_keras.randomness import separate
 from unidist_tf import gradients as grads
@@ -105,6 +106,7 @@ class TFBackend(Backend):
 
     def _adapt_model(self, model: Any) -> None:
         """Make Keras' own fit, evaluate and predict right on this model object."""
+        take(model, self)
 
     def _wrap_optimizer(self, optimizer: Any, model: Any, *, compression: Any, options: Mapping[str, Any]) -> Any:
         if compression is not None:
@@ -283,6 +285,11 @@ class TFBackend(Backend):
     def _batch_device(self) -> contextlib.AbstractContextManager[Any]:
         """Where batches are made."""
         return tf.device(self.device)  # type: ignore[no-any-return]
+
+    def _fit_data(self, data: Any) -> Any:
+        from unidist_tf.fit_data import fit_data
+
+        return fit_data(self, data)
 
     # collectives
 

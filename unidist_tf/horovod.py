@@ -15,11 +15,12 @@ from unidist.groups import Group, members
 from unidist.launchers import horovod_start
 from unidist.world import World
 from unidist_keras.fit import divide
+from unidist_keras.functions import check_functions
 from unidist_tf import state
 from unidist_tf.agreed import Kinds
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, one_gpu
-from unidist_tf.keras import install_train_step, without_xla
+from unidist_tf.keras import install_build, install_test_step, install_train_step
 
 horovod_start.require("tensorflow", "mpi_lib")
 
@@ -80,7 +81,11 @@ class Horovod(TFBackend):
         if self.world.size > 1:
             divide(model, self)
             install_train_step(model, self)
-            without_xla(model)
+            install_test_step(model, self)
+            install_build(model, self, None)
+            check_functions(model, self, no_jit="Horovod's operations have no XLA form")
+        else:
+            super()._adapt_model(model)
 
     def _wrap_optimizer(self, optimizer: Any, model: Any, *, compression: Any, options: Mapping[str, Any]) -> Any:
         if compression not in (None, "fp16"):

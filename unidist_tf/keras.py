@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 class Counting(threading.local):
     """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
 
-    rows: samples of the replica, 0 for a borrowed one.
-    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
-    it counts before gradients are taken, so that nothing is multiplied later.
+    rows: samples of the replica in any step of Keras, 0 for a borrowed one. weight: the rows of a train step of `fit`, by which `apply`
+    weighs its gradients; scaled: the loss is multiplied by how it counts before gradients are taken, so that nothing is multiplied later.
     """
 
     rows: Any = None
@@ -133,11 +132,7 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
     def train_step(data: Any) -> Any:
         check_compiled(model, backend)
         rows = num_rows(data)
-        with (
-            backend.counting.replica(rows, weight=rows),
-            counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)),
-        ):
-            logs = original(data)
+        logs = _counted_step(model, backend, original, data, rows, training=True)
         return _mean_logs(model, backend, logs, rows)
 
     put(model, "train_step", train_step)
@@ -148,9 +143,7 @@ def install_test_step(model: Any, backend: TFBackend) -> None:
     original = of_class(model, "test_step")
 
     def test_step(data: Any) -> Any:
-        rows = num_rows(data)
-        with counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)):
-            return original(data)
+        return _counted_step(model, backend, original, data, num_rows(data), training=False)
 
     put(model, "test_step", test_step)
 
@@ -171,28 +164,53 @@ def install_statistics(model: Any, backend: TFBackend) -> None:
         put(model, name, functools.partial(call, of_class(model, name)))
 
 
-def without_xla(model: Any) -> None:
-    """Horovod's operations have no XLA form, and on GPUs Keras compiles by itself."""
-    original = of_class(model, "make_train_function")
+def _counted_step(model: Any, backend: TFBackend, original: Any, data: Any, rows: tf.Tensor, *, training: bool) -> Any:
+    """A step whose losses count by their own denominators; on a replica without a row it leaves the metrics as they were."""
+    variables = [] if tf.get_static_value(rows) else [v for metric in model.metrics for v in metric.variables]
+    before = [tf.identity(v.value) for v in variables]
+    with (
+        backend.counting.replica(rows, weight=rows if training else None),
+        counted_losses(lambda loss, denominator: _counted(backend, loss, denominator, rows)),
+    ):
+        logs = original(data)
+    for variable, value in zip(variables, before):
+        variable.value.assign(tf.where(rows > 0, variable.value, value))
+    results = model.get_metrics_result() if variables and isinstance(logs, Mapping) else {}
+    return results if results and set(results) == set(logs) else logs
 
-    def make_train_function(force: bool = False) -> Any:
-        model.jit_compile = False
-        return original(force=force)
 
-    put(model, "make_train_function", make_train_function)
+def install_build(model: Any, backend: TFBackend, strategy: Any) -> None:
+    """Metrics and losses are built before steps are traced, from the first replica's rows of the first batch.
 
-
-def install_build(model: Any, strategy: Any) -> None:
-    """Metrics and losses are built from the first replica's rows of the first batch."""
+    Under MirroredStrategy, since Keras' own build takes the mean of the replicas' rows; elsewhere so that the losses of several outputs
+    are known (see `_weigh_parts`).
+    """
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
-        if iterator is not None:
-            batch = next(next(data for _, _, data in iterator))
-            data_batch = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], batch)
-        with strategy.scope():
-            model._symbolic_build(data_batch=data_batch)
+        if strategy is not None or not _is_built(model):
+            if iterator is not None:
+                data_batch = next(next(data for _, _, data in iterator))
+            if strategy is not None and iterator is not None:
+                data_batch = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data_batch)
+            with contextlib.nullcontext() if strategy is None else strategy.scope():
+                model._symbolic_build(data_batch=data_batch)
+        _weigh_parts(model, backend)
 
     put(model, "_maybe_symbolic_build", build)
+
+
+def _is_built(model: Any) -> bool:
+    return all(part is None or part.built for part in (model._compile_loss, model._compile_metrics))
+
+
+def _weigh_parts(model: Any, backend: TFBackend) -> None:
+    """The logged loss of each output is a mean over samples: Keras weighs it by a number of rows that it lacks in compiled steps."""
+    for metric in getattr(model._compile_loss, "metrics", None) or []:
+
+        def update(value: Any, sample_weight: Any = None, update_state: Any = of_class(metric, "update_state")) -> Any:  # noqa: B008
+            return update_state(value, sample_weight=backend.counting.rows if sample_weight is None else sample_weight)
+
+        put(metric, "update_state", update)
 
 
 def num_rows(data: Any) -> tf.Tensor:

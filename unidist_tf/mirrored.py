@@ -12,7 +12,9 @@ from unidist.batch import Share, split_sizes
 from unidist.errors import UnsupportedError
 from unidist.groups import Group
 from unidist.nest import map_nest
-from unidist_tf import state, tensors
+from unidist_keras.fit import put_logs
+from unidist_keras.functions import check_functions
+from unidist_tf import state, tensors, windows
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, several, split_cpu
 from unidist_tf.keras import install_build, install_statistics, install_test_step, install_train_step
@@ -36,6 +38,7 @@ class Mirrored(TFBackend):
             # Measured on two CPU cores, 10 k parameters: 2.9 ms a step instead of up to 5.4 with TensorFlow's choice.
             options.setdefault("cross_device_ops", tf.distribute.ReductionToOneDevice())
         self.strategy = tf.distribute.MirroredStrategy(self._devices, **options)
+        self.windows = windows.Windows()
 
     @property
     def local_replicas(self) -> int:
@@ -72,12 +75,21 @@ class Mirrored(TFBackend):
 
     def _check_optimizer(self, optimizer: Any) -> None:
         self._check_place(optimizer, "optimizer")
+        if self.num_replicas == 1:
+            return
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if inner.gradient_accumulation_steps and self.num_replicas > 1:
+        if getattr(inner, "use_ema", False) and inner.ema_overwrite_frequency:
             raise UnsupportedError(
-                "gradient_accumulation_steps of Keras' optimizers doesn't run under MirroredStrategy; use "
+                "ema_overwrite_frequency of Keras' optimizers doesn't run under MirroredStrategy, which allows no such condition "
+                "in a step; leave it out, or use keras.callbacks.SwapEMAWeights, or the backend horovod"
+            )
+        if inner is not optimizer and windows.accumulates(inner):
+            raise UnsupportedError(
+                "gradient_accumulation_steps inside a LossScaleOptimizer doesn't run under MirroredStrategy; use "
                 "unidist.make_train_step(..., gradient_accumulation_steps=k), or the backend horovod"
             )
+        if windows.accumulates(optimizer):
+            windows.adapt(optimizer, self)
 
     def _copies(self, tensor: Any) -> Sequence[Any]:
         return self.strategy.experimental_local_results(tensor)  # type: ignore[no-any-return]
@@ -89,11 +101,15 @@ class Mirrored(TFBackend):
                 variable.assign(tf.convert_to_tensor(self._copies(variable)[0]))
 
     def _adapt_model(self, model: Any) -> None:
+        super()._adapt_model(model)
         if self.num_replicas > 1:
+            put_logs(model, self)
+            on_cpu = "" if "GPU" in self._devices[0] else "MirroredStrategy crashes with it on logical CPUs"
+            check_functions(model, self, no_jit=on_cpu, one_step=on_cpu, make=windows.two_steps)
             install_statistics(model, self)
             install_train_step(model, self)
             install_test_step(model, self)
-            install_build(model, self.strategy)
+            install_build(model, self, self.strategy)
 
     # exchange
 

@@ -114,10 +114,9 @@ class TorchBackend(Backend):
             self.engines.attach(model, engine)
 
     def _adapt_keras(self, model: Any) -> None:
-        if self.world.size > 1:
-            from unidist_torch.keras import adapt_model
+        from unidist_torch.keras import adapt_model, take
 
-            adapt_model(model, self)
+        (adapt_model if self.world.size > 1 else take)(model, self)
 
     @functools.cached_property
     def fit(self) -> Any:
@@ -322,6 +321,11 @@ class TorchBackend(Backend):
 
     def _source(self, data: Any, *, shuffle: bool, options: Mapping[str, Any]) -> Source:
         return read_source(data, self, shuffle=shuffle, options=options)
+
+    def _fit_data(self, data: Any) -> Any:
+        from unidist_torch.fit_data import fit_data
+
+        return fit_data(self, data)
 
     # collectives
 

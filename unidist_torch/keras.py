@@ -10,9 +10,11 @@ import keras
 import torch
 
 from unidist.errors import MismatchError, UnsupportedError
-from unidist.nest import leaves
+from unidist.nest import map_nest
 from unidist_keras.counting import SUM, check_keras, counted_losses
-from unidist_keras.fit import divide
+from unidist_keras.datasets import first_leaf
+from unidist_keras.fit import divide, take
+from unidist_keras.functions import check_functions
 from unidist_keras.names import check_built, model_variables, numbered
 from unidist_keras.on_instance import is_put, of_class, put, remove
 from unidist_keras.randomness import separate
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from unidist_torch.base import TorchBackend
 
 __all__ = [
-    "adapt_model", "adapt_optimizer", "average", "check_built", "counted", "model_variables", "numbered", "same_hyperparameters",
+    "adapt_model", "adapt_optimizer", "average", "check_built", "counted", "model_variables", "numbered", "same_hyperparameters", "take",
 ]  # fmt: skip
 
 
@@ -31,21 +33,45 @@ def adapt_model(model: Any, backend: TorchBackend) -> None:
     check_keras()
     divide(model, backend)
     separate(model, lambda: backend.world.rank)
-    put(model, "train_step", functools.partial(_train_step, backend, model, of_class(model, "train_step")))
+    for name, step in (("train_step", _train_step), ("test_step", _test_step)):
+        put(model, name, functools.partial(step, backend, model, of_class(model, name)))
+    check_functions(model, backend, no_jit="the exchange of gradients is not one of the operations that torch.compile compiles")
 
 
 def _train_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any) -> Any:
     _check_compiled(model, backend)
-    rows = float(len(leaves(data)[0]))
+    rows = float(len(first_leaf(data)))
     backend.shares.parameter_scale = rows  # what synchronised BatchNorm passes back counts as the gradients do
-    with backend.fit.step(rows), counted_losses(lambda loss, denominator: _by_rows(backend, loss, denominator, rows)):
-        return original(data)
+    with backend.fit.step(rows):
+        return _counted_step(backend, model, original, data, rows)
+
+
+def _test_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any) -> Any:
+    backend.fit.rows = rows = float(len(first_leaf(data)))
+    return _counted_step(backend, model, original, data, rows)
+
+
+def _counted_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any, rows: float) -> Any:
+    """A step whose losses count by their own denominators; one without a row computes on zeros and leaves the metrics as they were."""
+    variables = [v for metric in model.metrics for v in metric.variables] if rows == 0 else []
+    before = [v.value.clone() for v in variables]
+    backend.shares.empty = rows == 0
+    if rows == 0:
+        data = map_nest(lambda leaf: leaf if leaf is None else leaf.new_zeros((1, *leaf.shape[1:])), data)
+    with counted_losses(lambda loss, denominator: _by_rows(backend, loss, denominator, rows)):
+        logs = original(data)
+    backend.shares.empty = False
+    for variable, value in zip(variables, before):
+        variable.assign(value)
+    return logs
 
 
 def _by_rows(backend: TorchBackend, loss: torch.Tensor, denominator: Any, rows: float) -> torch.Tensor:
     """A local loss so that the mean over ranks, weighted by rows, is the loss of the whole batch by its own denominator."""
     own = loss.new_tensor(1.0) if denominator is SUM else denominator.detach().to(loss.dtype)
     total, all_rows = backend.transport.all_reduce(torch.stack([own, own.new_tensor(rows)]), "sum")
+    if rows == 0:
+        return loss
     if denominator is SUM:
         return loss * (all_rows / rows)
     return loss * torch.where(total > 0, own / total * all_rows / rows, torch.zeros_like(total))

@@ -120,3 +120,20 @@ def test_keras_fit(key):
     output = run_on(key, "keras_fit.py", ["--epochs", "4"])
     shown = [float(loss) for loss in re.findall(r"- loss: ([\d.]+)", output)]  # Keras' own lines, of rank 0 only
     assert len(shown) == 4 and shown[-1] < shown[0] and accuracy(output) >= 0.7, output
+    assert len(re.findall(r"- val_loss: ([\d.]+)", output)) == 4
+
+
+@pytest.mark.parametrize("key", ["torch/ddp", "tensorflow/horovod"])
+def test_keras_fit_goes_on_after_a_crash(key, tmp_path):
+    """The first job dies at the end of epoch 2; the second shows the epochs 3 and 4 only, and its files are gone at the end."""
+    need(key, "keras")
+    framework, backend = key.split("/")
+    start = [sys.executable, "-m", "unidist", "run", "-n", 2, "--backend", backend, "--framework", framework]
+    script = [EXAMPLES / "keras_fit.py", "--epochs", "4", "--steps", "4", "--backup", tmp_path / "backup"]
+    with pytest.raises(AssertionError):
+        call([*start, *script, "--stop-after", "2"])
+    assert (tmp_path / "backup").is_dir()
+    output, _ = call([*start, *script])
+    assert re.findall(r"Epoch (\d)/4", output) == ["3", "4"], output
+    assert not (tmp_path / "backup").exists()
+    accuracy(output)

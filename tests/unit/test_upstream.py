@@ -19,8 +19,10 @@ assert hasattr(worker, "_worker_info")
 KERAS = """
 import keras
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-assert callable(model._get_metrics_result_or_logs)
+assert callable(model._get_metrics_result_or_logs) and model._initial_epoch is None
+assert keras.callbacks.EarlyStopping.__module__.startswith("keras.src.callbacks.")
 optimizer = keras.optimizers.SGD()
+assert isinstance(optimizer._learning_rate, keras.Variable)
 optimizer.build(model.trainable_variables)
 assert [v.path for v in optimizer._trainable_variables] == [v.path for v in model.trainable_variables]
 adam = keras.optimizers.Adam()
@@ -40,7 +42,16 @@ scaling.build(model.trainable_variables)
 assert scaling.inner_optimizer.built and float(scaling.dynamic_scale) == scaling.initial_scale and hasattr(scaling, "step_counter")
 if keras.config.backend() == "tensorflow":
     import tensorflow as tf
-    assert callable(optimizer._all_reduce_sum_gradients) and callable(model._maybe_symbolic_build)
+    assert callable(optimizer._all_reduce_sum_gradients) and callable(model._maybe_symbolic_build) and callable(model._symbolic_build)
+    model.compile(optimizer, loss="mse", metrics=["mae"])
+    assert model._compile_loss.metrics == [] and not model._compile_loss.built and not model._compile_metrics.built
+    held = keras.optimizers.SGD(gradient_accumulation_steps=2, use_ema=True)
+    held.build(model.trainable_variables)
+    assert [v.shape for v in held._accumulated_gradients] == [v.shape for v in model.trainable_variables] and int(held._iterations) == 0
+    assert held._get_variable_index(model.trainable_variables[1]) == 1
+    for name in ("_backend_apply_gradients", "_backend_increment_gradient_accumulators", "_clip_gradients", "_apply_weight_decay",
+                 "_backend_update_step", "_update_model_variables_moving_average"):
+        assert callable(getattr(held, name)), name
     batched = tf.data.Dataset.range(4).shuffle(2, seed=1).batch(2)
     assert [type(d).__name__ for d in batched._inputs()] == ["_ShuffleDataset"] and hasattr(batched, "_batch_size"), batched
     counted, sliced = tf.data.Dataset.range(4), tf.data.Dataset.from_tensor_slices([1, 2])
