@@ -22,10 +22,11 @@ LOOPS = {"torch": ("step", "own", "said", "weight"), "tensorflow": ("step", "tra
 class Draw:
     """What is trained, on what, and how.
 
-    flavour: "native" or "keras". loop: "step" (make_train_step), "own" (plain backward, or `accumulate`), "said" and "weight" (unidist.backward),
-    "traced" (reduce_gradients in a traced step), "fit". source: of the samples, "arrays", "dataset" or "stream". rows: of an embedding, 0 for dense inputs. widths: of hidden layers. classes: cross entropy,
-    else mean squared error. biases: of all dense layers. frozen: number of a layer that is not trained. parts: samples by process when the
-    data is split already, else empty. form: of the loss, as for Bench.loss. clip: ("norm" or "value", bound).
+    flavour: "native" or "keras". loop: "step" (make_train_step), "own" (plain backward, or `accumulate`), "said" and "weight"
+    (unidist.backward), "traced" (reduce_gradients in a traced step), "fit". source: of the samples, "arrays", "dataset" or "stream".
+    rows: of an embedding, 0 for dense inputs. widths: of hidden layers. classes: cross entropy, else mean squared error. biases: of all
+    dense layers. frozen: number of a layer that is not trained. parts: samples by process when the data is split already, else empty.
+    form: of the loss, as for Bench.loss. clip: ("norm" or "value", bound).
     """
 
     flavour: str
@@ -171,7 +172,8 @@ def draws(choose: Any, framework: str, replicas: int, processes: int) -> Draw:
     return Draw(
         flavour=flavour, loop=loop, source=source, rows=rows, widths=widths, outputs=CLASSES if classes else number(1, 3), classes=classes,
         biases=choose(st.booleans()), frozen=number(0, layers - 1) if layers > 1 and pick(False, False, True) else None, samples=samples,
-        batch=batch, parts=parts, drop_last=not plain and choose(st.booleans()), shuffle=not plain and not parts and source != "stream" and choose(st.booleans()),
+        batch=batch, parts=parts, drop_last=not plain and choose(st.booleans()),
+        shuffle=not plain and not parts and source != "stream" and choose(st.booleans()),
         epochs=number(1, 2), accumulation=1 if plain else number(1, 3), optimizer=pick("plain", "sgd", "adam"), rate=pick(0.125, 0.0625),
         clip=clip, form=form, weighted=form in ("samples", "object") and loop != "said" and choose(st.booleans()), seed=number(0, 999),
     )  # fmt: skip

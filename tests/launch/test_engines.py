@@ -18,7 +18,8 @@ REPORT = """
 import sys, torch, unidist
 context = unidist.init(backend=sys.argv[1], framework="torch", timeout=20)
 mean = unidist.all_reduce(float(unidist.rank()))
-print(f"rank {unidist.rank()} of {unidist.world_size()}, local {unidist.local_rank()}, {context.world.launcher}, {context.backend}, mean {mean}")  # noqa: E501
+who = f"rank {unidist.rank()} of {unidist.world_size()}, local {unidist.local_rank()}"
+print(f"{who}, {context.world.launcher}, {context.backend}, mean {mean}")
 unidist.shutdown()
 """
 

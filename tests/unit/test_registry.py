@@ -50,8 +50,13 @@ def test_processes_of_a_job():
     assert registry.num_processes("auto", "torch", 3) == 3 and registry.num_processes("dp", None, 3) == 1
 
 
-@pytest.mark.parametrize("backend, framework, chosen", [("ddp", None, ("ddp", "torch")), ("mirrored", None, ("mirrored", "tensorflow")),
-                                                        ("horovod", "tf", ("horovod", "tensorflow")), ("auto", "torch", (None, "torch"))])  # fmt: skip
+CHOICES = [
+    ("ddp", None, ("ddp", "torch")), ("mirrored", None, ("mirrored", "tensorflow")), ("horovod", "tf", ("horovod", "tensorflow")),
+    ("auto", "torch", (None, "torch")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend, framework, chosen", CHOICES)
 def test_what_is_chosen(monkeypatch, backend, framework, chosen):
     monkeypatch.delenv("UNIDIST_TRAIN_BACKEND", raising=False)
     assert context._choose(backend, framework) == chosen

@@ -25,7 +25,7 @@ def toy(bench: Bench, values: tuple[float, ...]) -> None:
 @check(4, "clipping acts on the mean of the ranks' gradients, and returns its norm", number=3, flavours="native",
        needs=(exchanges_in_backward, two_processes), cases={"norm": ("norm", -1.5 / (1.5 + 1e-6)), "value": ("value", -1.0)})  # fmt: skip
 def clip_after_the_exchange(bench: Bench, case: tuple[str, float]) -> None:
-    """Gradients 0.5 and 2.5 from weight 0, rate 1: their mean 1.5 becomes 1 (torch adds 1e-6 to the norm); clipped before, it would be 0.75."""
+    """Gradients 0.5 and 2.5 from weight 0, rate 1: their mean 1.5 becomes 1, where torch adds 1e-6 to the norm; clipped before, 0.75."""
     kind, expected = case
     model, optimizer = w1(bench, rate=1.0, weight=0.0)
     (model(bench.tensor([[0.5 if bench.rank == 0 else 2.5]]))).sum().backward()
@@ -87,8 +87,8 @@ def windows_of_split_data(bench: Bench, stepping: bool) -> None:
     bench.close(weight_of(bench, model), after_step(*range(1, 9)), "the weight")
 
 
-@check(3, "the micro-batch that is exchanged is the last: a mean over the window and the ranks", number=6, needs=(exchanges_in_backward, two_processes),
-       flavours="native", cases={"step": True, "own": False})  # fmt: skip
+@check(3, "the micro-batch that is exchanged is the last: a mean over the window and the ranks", number=6, flavours="native",
+       needs=(exchanges_in_backward, two_processes), cases={"step": True, "own": False})  # fmt: skip
 def last_micro_batch(bench: Bench, stepping: bool) -> None:
     """Inputs 1 + r, then 2 + r, loss w*x, rate 1 (also case 7): the mean is 2."""
     model, optimizer = w1(bench, rate=1.0, weight=0.0)

@@ -303,7 +303,7 @@ def other_batch_size(bench: Bench) -> None:
     again.load_state_dict({**data.state_dict(), "epoch": 0, "step": 1})
     compare.same([value for step in everyone(bench, seen(bench, again)) for value in step], order[4:], "the rest of the epoch")
     coarse = unidist.wrap_data(np.arange(16.0), global_batch_size=8, shuffle=True)
-    with compare.raises(ValueError, "after 4 samples", "batch size 4"):
+    with compare.raises(ValueError, "1 global batches of 4", "global_batch_size=4"):
         coarse.load_state_dict({**data.state_dict(), "epoch": 0, "step": 1})
 
 
