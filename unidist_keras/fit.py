@@ -201,7 +201,8 @@ def _fit(
 
 
 def _plan(backend: Backend, rows: int, batch: int, shuffle: bool) -> GlobalPlan:
-    plan = GlobalPlan(rows, batch, backend.num_replicas, backend.world.rank, 1, shuffle, False, backend.settings.seed or 0)
+    local = backend.local_replicas
+    plan = GlobalPlan(rows, batch, backend.num_replicas, backend.world.rank * local, local, shuffle, False, backend.settings.seed or 0)
     smallest = plan.share((plan.num_steps or 1) - 1).total
     if smallest < backend.num_replicas:
         raise UnsupportedError(
