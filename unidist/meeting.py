@@ -110,9 +110,7 @@ def _file(world: World, job: str, generation: int) -> Meeting:
     )
 
 
-def _cluster(
-    world: World, environ: Mapping[str, str], cluster: tf_config.Cluster, generation: int, one_host: bool
-) -> Meeting:
+def _cluster(world: World, environ: Mapping[str, str], cluster: tf_config.Cluster, generation: int, one_host: bool) -> Meeting:
     """TF_CONFIG: on the first worker's host, at MASTER_PORT or a port that is made of the workers' addresses."""
     if one_host:
         return _file(world, f"tf-config-{cluster.name}", generation)

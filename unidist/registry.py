@@ -71,7 +71,13 @@ BUILTIN = (
     Entry("torch", "horovod", "unidist_torch.horovod:Horovod", ("torch", "horovod"), _HOROVOD, False, 2),
     Entry("tensorflow", "local", "unidist_tf.local:Local", ("tensorflow",), _TENSORFLOW, True, 1, alone=True),
     Entry(
-        "tensorflow", "mirrored", "unidist_tf.mirrored:Mirrored", ("tensorflow",), _TENSORFLOW, True, 1,
+        "tensorflow",
+        "mirrored",
+        "unidist_tf.mirrored:Mirrored",
+        ("tensorflow",),
+        _TENSORFLOW,
+        True,
+        1,
         ("multiworkermirrored", "multi_worker_mirrored"),
     ),  # fmt: skip
     Entry("tensorflow", "horovod", "unidist_tf.horovod:Horovod", ("tensorflow", "horovod"), _HOROVOD, False, 2),

@@ -28,11 +28,13 @@ class Counting(threading.local):
     """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
 
     weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; scaled: the loss is multiplied by how
-    it counts before gradients are taken, so that nothing is multiplied later.
+    it counts before gradients are taken, so that nothing is multiplied later; rows: the samples of this replica in
+    `make_train_step`, 0 where it computes on a borrowed one.
     """
 
     weight: Any = None
     scaled: bool = False
+    rows: Any = None
 
 
 def is_wrapped(optimizer: Any) -> bool:

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import keras
 import tensorflow as tf
 
 from unidist.agreement import given_up
@@ -17,7 +16,7 @@ from unidist.batch import Share, split_sizes
 from unidist.errors import MismatchError, UnsupportedError
 from unidist.nest import map_nest
 from unidist_keras.fit import divide
-from unidist_tf import multiworker, state, tensors
+from unidist_tf import batchnorm, multiworker, state, tensors
 from unidist_tf.agreed import Kinds
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, own_gpus, several, split_cpu
@@ -98,13 +97,13 @@ class Mirrored(TFBackend):
             )
 
     def _sync_batchnorm(self, model: Any) -> None:
-        for layer in model._flatten_layers() if isinstance(model, keras.Layer) else []:
-            if isinstance(layer, keras.layers.BatchNormalization):
-                layer.synchronized = True
+        for layer in batchnorm.layers(model):
+            layer.synchronized = True
 
     def _adapt_model(self, model: Any) -> None:
         if self.world.size > 1:
             divide(model, self)
+            batchnorm.synchronise(model, self)
         if self.num_replicas > 1:
             install_train_step(model, self)
             install_test_step(model, self)

@@ -107,6 +107,6 @@ def _start(addresses: list[str], rank: int, control: Control) -> Cluster:
         with control.waiting("the start of TensorFlow's cluster"):
             return Cluster(addresses, rank, tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver))
     except RuntimeError as error:
-        raise LaunchError(f"TensorFlow was used before unidist.init, so it can't join other processes; call init first ({error})") from error
+        raise LaunchError(f"TensorFlow was used before unidist.init, so it can't join other processes; call init first: {error}") from error
     except tf.errors.OpError as error:
         raise LaunchError(f"TensorFlow's server could not be started at {addresses[rank]}: {error.message}") from error

@@ -101,12 +101,12 @@ class TFStep(Step):
 
     def _gradients(self, batch: Any, size: Any, scale: Any) -> tuple[Counted, list[Any]]:
         """The loss of one replica, and the gradients of what it adds to the loss of the window; zeros for a borrowed row."""
-        self._tf.counting.scaled = True
+        self._tf.counting.scaled, self._tf.counting.rows = True, size
         with tf.GradientTape() as tape:
             value, weight = self._losses_of.of_batch(batch)
             part = value * tf.cast(scale * tf.cast(size, scale.dtype), value.dtype) if weight is None else value
         gradients = tape.gradient(part, [state.raw(variable) for variable in self._variables])
-        self._tf.counting.scaled = False
+        self._tf.counting.scaled, self._tf.counting.rows = False, None
         if self._tf.num_replicas > 1:
             gradients = grads.kept_if(size > 0, gradients)
         if weight is not None:

@@ -69,7 +69,7 @@ class WorkerOps:
     def _of_any_size(self, flat: tf.Tensor, op: str) -> tf.Tensor:
         """One of few lengths, powers of two, so that a length that is never the same makes no endless list of operations."""
         size = tf.size(flat)
-        bits = tf.cast(tf.math.ceil(tf.math.log(tf.cast(tf.maximum(size, 1), tf.float64)) / tf.math.log(tf.constant(2.0, tf.float64))), tf.int32)  # noqa: E501
+        bits = tf.reduce_sum(tf.cast(size > tf.constant([1 << n for n in range(31)]), tf.int32))
         tf.debugging.assert_less(bits, _SIZE_BITS, f"an exchange of more than 2**{_SIZE_BITS - 1} elements whose number is not fixed")
         whole = tf.bitwise.left_shift(1, bits)
         return self._operation(tf.pad(flat, [[0, whole - size]]), op, whole)[:size]
