@@ -138,6 +138,26 @@ def without_xla(model: Any) -> None:
     put(model, "make_train_function", make_train_function)
 
 
+def bound_steps(model: Any, backend: TFBackend) -> None:
+    """A train step of `fit` waits for other processes: its wait is bounded, and its errors are unidist's."""
+    original = of_class(model, "make_train_function")
+
+    def make_train_function(force: bool = False) -> Any:
+        before = model.train_function
+        original(force=force)
+        function = model.train_function
+        if function is before:
+            return
+
+        def bounded(iterator: Any) -> Any:
+            with backend._bounded("a training step of fit"):
+                return function(iterator)
+
+        model.train_function = bounded
+
+    put(model, "make_train_function", make_train_function)
+
+
 def install_build(model: Any, strategy: Any) -> None:
     """Metrics and losses are built from the first replica's rows of the first batch."""
 

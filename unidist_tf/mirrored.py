@@ -20,7 +20,7 @@ from unidist_tf import batchnorm, multiworker, state, tensors
 from unidist_tf.agreed import Kinds
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, own_gpus, several, split_cpu
-from unidist_tf.keras import install_build, install_test_step, install_train_step
+from unidist_tf.keras import bound_steps, install_build, install_test_step, install_train_step
 from unidist_tf.worker_ops import WorkerOps, differentiable_gather, differentiable_reduce
 
 
@@ -104,6 +104,7 @@ class Mirrored(TFBackend):
         if self.world.size > 1:
             divide(model, self)
             batchnorm.synchronise(model, self)
+            bound_steps(model, self)
         if self.num_replicas > 1:
             install_train_step(model, self)
             install_test_step(model, self)
