@@ -212,7 +212,9 @@ class Mirrored(TFBackend):
         text = str(error.message)
         if self.world.size == 1 or "ollective" not in text:
             return error  # type: ignore[no-any-return]
-        self._cluster.broken = text.splitlines()[0]
+        self._cluster.broken = (
+            f"TensorFlow's collectives of this process were given up, so that new processes are needed: {text.splitlines()[0]}"
+        )
         if "ismatch" in text:
             return MismatchError(f"{operation} got values that don't fit together: {text}")
         return given_up(self.control, operation, self.settings.timeout, text)

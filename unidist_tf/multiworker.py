@@ -8,14 +8,18 @@ read is a collective of its own, which waits for ever where ranks differ (anothe
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from unidist import tf_config
 from unidist.control import Control
@@ -23,13 +27,16 @@ from unidist.errors import LaunchError, MismatchError
 from unidist.meeting import own_address
 from unidist.world import World
 
+_PATIENCE = 5.0  # seconds for another rank's machine to answer
+_START = 120.0  # seconds for the start of all servers, when all ranks are there
+
 # TensorFlow can start its server once in a process: a second `init` of the same ranks goes on with it.
 _running: Cluster | None = None
 
 
 @dataclass
 class Cluster:
-    """addresses: of all ranks; strategy: what started it, kept alive; broken: why no collective works any more."""
+    """addresses: of all ranks; strategy: what started it, kept alive; broken: why it can't be used any more, "" while it can."""
 
     addresses: list[str]
     rank: int
@@ -45,30 +52,78 @@ class Cluster:
 def join(world: World, control: Control, num_devices: int) -> Cluster:
     """The cluster of all ranks, with TensorFlow's server running in each; every rank must call it before TensorFlow is used.
 
-    Raises LaunchError when TensorFlow was used already or runs in another cluster, MismatchError when ranks hold different
-    numbers of devices.
+    Raises on all ranks: LaunchError when TensorFlow was used on one already or runs there in another cluster, when a port is taken or
+    can't be reached; MismatchError when ranks hold different numbers of devices.
     """
     global _running
-    held = _running is not None
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    told, held = _told(world), _running
+    with _listener(_port(told[world.rank]) if told and held is None else 0) as (port, problem):
         mine = {
-            "devices": num_devices, "port": probe.getsockname()[1], "node": world.node_rank, "own": own_address(control.rank_0_host),
-            "rank 0": control.rank_0_host, "told": _told(world), "running": _running.addresses if _running else None,
-            "broken": _running.broken if _running else "",
+            "devices": num_devices, "port": port, "node": world.node_rank, "own": own_address(control.rank_0_host), "told": told,
+            "rank 0": control.rank_0_host, "running": held.addresses if held else None,
+            "problem": problem or (held.broken if held else _used()),
         }  # fmt: skip
-        rows = [json.loads(row) for row in control.gather("TensorFlow's cluster", json.dumps(mine))]
-    if len({row["devices"] for row in rows}) > 1:
-        raise MismatchError(f"every rank must drive as many devices as the others, not {[row['devices'] for row in rows]}")
-    if not any(row["running"] for row in rows):
-        _running = _start(_addresses(world, rows), world.rank, control)
-    elif not held or any(row["running"] != rows[0]["running"] or row["broken"] for row in rows):
-        reason = next((row["broken"] for row in rows if row["broken"]), "some of these ranks ran in another job before")
-        raise LaunchError(
-            f"TensorFlow's cluster can be started once in a process, and can't be used again here ({reason}): start new processes"
-        )
-    assert _running is not None
-    return _running
+        rows = _gathered(control, "TensorFlow's cluster", mine)
+        if len({row["devices"] for row in rows}) > 1:
+            raise MismatchError(f"every rank must drive as many devices as the others, not {[row['devices'] for row in rows]}")
+        _check(row["problem"] for row in rows)
+        if held is not None or any(row["running"] for row in rows):
+            others = any(row["running"] != rows[0]["running"] for row in rows)
+            _check([f"{_ONCE}, and some of these ranks ran in another job before: start new processes" if others else ""])
+        else:
+            addresses = _addresses(world, rows)
+            _check(_gathered(control, "TensorFlow's network", _unreachable(addresses, world.rank)))
+    if held is None:
+        held = _running = _start(addresses, world.rank, control)
+    return held
+
+
+_ONCE = "TensorFlow's cluster can be started once in a process"
+
+
+def _gathered(control: Control, name: str, value: Any) -> list[Any]:
+    return [json.loads(row) for row in control.gather(name, json.dumps(value))]
+
+
+def _check(problems: Iterable[str]) -> None:
+    """Raise LaunchError with the first problem that there is."""
+    found = next((f"{problem} (rank {rank})" for rank, problem in enumerate(problems) if problem), None)
+    if found is not None:
+        raise LaunchError(found)
+
+
+def _used() -> str:
+    if context.context()._context_handle is None:
+        return ""
+    return "TensorFlow was used before unidist.init (an operation, or a list of devices), so it can't join other processes: call init first"
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+@contextlib.contextmanager
+def _listener(port: int) -> Iterator[tuple[int, str]]:
+    """Holds a port, a free one for 0, which TensorFlow's server gets at the end: (port, what is wrong with it)."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        server = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+    except (OSError, OverflowError) as error:
+        yield port, f"TensorFlow's server can't listen on port {port} ({error}), which TF_CONFIG names: choose a free one"
+        return
+    with server:
+        yield server.getsockname()[1], ""
+
+
+def _unreachable(addresses: list[str], rank: int) -> str:
+    """What is wrong on the way to rank 0 and to the next rank: TensorFlow itself would wait for them without limit."""
+    for other in {0, (rank + 1) % len(addresses)} - {rank}:
+        host, _, port = addresses[other].rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+        except OSError as error:
+            return f"rank {other} can't be reached at {addresses[other]}: {error}"
+    return ""
 
 
 def _told(world: World) -> list[str] | None:
@@ -104,9 +159,19 @@ def _start(addresses: list[str], rank: int, control: Control) -> Cluster:
         tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=rank, rpc_layer="grpc"
     )
     try:
-        with control.waiting("the start of TensorFlow's cluster"):
+        # The constructor holds Python's lock while it waits for the others, so that no thread of ours could end it.
+        with control.waiting("the start of TensorFlow's cluster"), _bounded(min(control.timeout, _START)):
             return Cluster(addresses, rank, tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver))
-    except RuntimeError as error:
-        raise LaunchError(f"TensorFlow was used before unidist.init, so it can't join other processes; call init first: {error}") from error
-    except tf.errors.OpError as error:
-        raise LaunchError(f"TensorFlow's server could not be started at {addresses[rank]}: {error.message}") from error
+    except (RuntimeError, tf.errors.OpError) as error:
+        raise LaunchError(f"TensorFlow's server could not be started at {addresses[rank]}: {error}") from error
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """Ends this process, with its stack, when it is not through in time."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
