@@ -248,11 +248,11 @@ def _has_devices(framework: str, settings: Settings) -> bool:
 
 
 def _one_process_only(cls: type[Backend], world: World) -> str:
-    others = [e.name for e in registry.entries() if e.framework == cls.framework and not e.one_process]
+    others = [e.name for e in registry.entries() if e.framework == cls.framework and not e.alone]
     if world.launcher == "torchrun" and cls.framework == "tensorflow":
         return (
             f"torchrun started {world.size} processes, but the framework here is tensorflow; with Keras set KERAS_BACKEND=torch before it "
-            "is imported, or use backend='horovod'"
+            "is imported, or use backend='mirrored'"
         )
     return (
         f"backend {cls.name!r} of {cls.framework} drives all its devices from one process, but {world.launcher} started "

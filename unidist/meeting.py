@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from unidist import filestore, httpstore, tcpstore
+from unidist import filestore, httpstore, tcpstore, tf_config
 from unidist.errors import LaunchError
 from unidist.world import World
 
@@ -43,6 +43,9 @@ def find(world: World, environ: Mapping[str, str], generation: int, meet: Callab
         return _torchrun(environ, generation, one_host)
     if world.launcher == "horovodrun" and environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         return _horovodrun(environ, generation, one_host)
+    cluster = tf_config.read(environ) if world.launcher == tf_config.VARIABLE else None
+    if cluster is not None:
+        return _cluster(world, environ, cluster, generation, one_host)
     job = _job(environ)
     if one_host and world.launcher != "environment variables" and (job or not environ.get("MASTER_ADDR")):
         return _file(world, job or f"parent-{os.getppid()}", generation)
@@ -107,6 +110,15 @@ def _file(world: World, job: str, generation: int) -> Meeting:
     )
 
 
+def _cluster(world: World, environ: Mapping[str, str], cluster: tf_config.Cluster, generation: int, one_host: bool) -> Meeting:
+    """TF_CONFIG: on the first worker's host, at MASTER_PORT or a port that is made of the workers' addresses."""
+    if one_host:
+        return _file(world, f"tf-config-{cluster.name}", generation)
+    port = str(_FIRST_PORT + int(cluster.name, 16) % 2000)
+    told = {"MASTER_ADDR": cluster.hosts[0], "MASTER_PORT": port}
+    return _master(world, told | dict(environ), one_host)
+
+
 def _job(environ: Mapping[str, str]) -> str | None:
     """The launcher's own name of this job; None where it has none."""
     if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
@@ -159,11 +171,11 @@ def _hosts(one_host: bool, towards: str) -> tuple[str, ...]:
     """Names for this machine; on several hosts the address that the route to the meeting point has comes first."""
     if one_host:
         return ("127.0.0.1",)
-    routed = _own_address(towards)
+    routed = own_address(towards)
     return tuple(dict.fromkeys(name for name in (routed, towards, socket.gethostname()) if name))
 
 
-def _own_address(towards: str) -> str:
+def own_address(towards: str) -> str:
     """This machine's address on the way to `towards`; "" if that is the machine itself. Sends nothing (UDP)."""
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(towards or "192.0.2.1", 9, type=socket.SOCK_DGRAM)[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unidist import frameworks
-from unidist.errors import FrameworkMismatchError, MissingDependencyError, UnknownBackendError
+from unidist.errors import FrameworkMismatchError, LaunchError, MissingDependencyError, UnknownBackendError
 
 if TYPE_CHECKING:
     from unidist.base import Backend
@@ -22,7 +22,8 @@ class Entry:
     """One backend of one framework.
 
     target: "module:Class"; requires: modules that must be importable; install: the line that brings them;
-    one_process: whether one process drives all devices of a host; tier: how well it is looked after (1 is best).
+    one_process: whether one process drives all devices of a host; alone: whether a job can't have several such processes; tier: how
+    well it is looked after (1 is best).
     """
 
     framework: str
@@ -33,6 +34,7 @@ class Entry:
     one_process: bool = False
     tier: int = 3
     aliases: tuple[str, ...] = field(default=())
+    alone: bool = False
 
     @property
     def key(self) -> str:
@@ -63,12 +65,21 @@ _TENSORFLOW = "pip install 'unidist-train[tensorflow]'"
 _HOROVOD = "unidist install horovod"
 
 BUILTIN = (
-    Entry("torch", "local", "unidist_torch.local:Local", ("torch",), _TORCH, True, 1),
+    Entry("torch", "local", "unidist_torch.local:Local", ("torch",), _TORCH, True, 1, alone=True),
     Entry("torch", "ddp", "unidist_torch.ddp:DDP", ("torch",), _TORCH, False, 1),
-    Entry("torch", "dataparallel", "unidist_torch.dataparallel:DataParallel", ("torch",), _TORCH, True, 3, ("dp",)),
+    Entry("torch", "dataparallel", "unidist_torch.dataparallel:DataParallel", ("torch",), _TORCH, True, 3, ("dp",), alone=True),
     Entry("torch", "horovod", "unidist_torch.horovod:Horovod", ("torch", "horovod"), _HOROVOD, False, 2),
-    Entry("tensorflow", "local", "unidist_tf.local:Local", ("tensorflow",), _TENSORFLOW, True, 1),
-    Entry("tensorflow", "mirrored", "unidist_tf.mirrored:Mirrored", ("tensorflow",), _TENSORFLOW, True, 1),
+    Entry("tensorflow", "local", "unidist_tf.local:Local", ("tensorflow",), _TENSORFLOW, True, 1, alone=True),
+    Entry(
+        "tensorflow",
+        "mirrored",
+        "unidist_tf.mirrored:Mirrored",
+        ("tensorflow",),
+        _TENSORFLOW,
+        True,
+        1,
+        ("multiworkermirrored", "multi_worker_mirrored"),
+    ),  # fmt: skip
     Entry("tensorflow", "horovod", "unidist_tf.horovod:Horovod", ("tensorflow", "horovod"), _HOROVOD, False, 2),
 )
 
@@ -79,7 +90,6 @@ _HINTS = {
     "jax": "is a framework that unidist does not cover; it covers torch and tensorflow",
     "torch": "is a framework; its backends are 'ddp', 'dataparallel', 'horovod' and 'local'",
     "tensorflow": "is a framework; its backends are 'mirrored', 'horovod' and 'local'",
-    "multiworkermirrored": "is not there yet; on several hosts use 'horovod'",
     "fsdp": "is not there yet; use 'ddp'",
     "deepspeed": "is not there yet; use 'ddp'",
 }
@@ -140,13 +150,27 @@ def find(framework: str, name: str) -> Entry:
     )
 
 
-def num_processes(backend: str | None, framework: str | None, num_devices: int) -> int:
-    """How many processes a job of `num_devices` devices on one host has; without a backend, as the framework's own one."""
+def num_processes(backend: str | None, framework: str | None, num_devices: int, processes: int | None = None) -> int:
+    """How many processes a job of `num_devices` devices on one host has; without a backend, as the framework's own one.
+
+    processes: how many were asked for, which is a choice where one process drives several devices. Raises LaunchError where it isn't.
+    """
+    usual, free = _usual_processes(backend, framework, num_devices)
+    if processes is None or processes == usual:
+        return usual
+    if not free or num_devices % processes:
+        several = f"a number by which {num_devices} can be divided" if free else str(usual)
+        raise LaunchError(f"{processes} processes were asked for, but {num_devices} devices of this backend are driven by {several}")
+    return processes
+
+
+def _usual_processes(backend: str | None, framework: str | None, num_devices: int) -> tuple[int, bool]:
+    """(processes of a job, whether it may have another number of them)."""
     if backend in (None, "auto"):
-        return 1 if framework == "tensorflow" else num_devices
+        return (1, True) if framework == "tensorflow" else (num_devices, False)
     found = candidates(str(backend))
-    mine = [entry for entry in found if framework in (None, entry.framework)] or found
-    return 1 if mine[0].one_process else num_devices
+    entry = next((entry for entry in found if framework in (None, entry.framework)), found[0])
+    return 1 if entry.one_process else num_devices, entry.one_process and not entry.alone
 
 
 def _advice(name: str) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from unidist import tf_config
 from unidist.errors import LaunchError
 from unidist.launcher_variables import LAUNCHERS, Launcher
 
@@ -42,7 +43,16 @@ def read_world(environ: Mapping[str, str]) -> World:
             f"WORLD_SIZE is {size!r}, but RANK is not set: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every "
             "worker, or start the script with `unidist run`"
         )
-    return World()
+    cluster = tf_config.read(environ)
+    return World() if cluster is None else _of_cluster(cluster)
+
+
+def _of_cluster(cluster: tf_config.Cluster) -> World:
+    """TF_CONFIG alone: workers with one host name share a host."""
+    hosts, rank = cluster.hosts, cluster.rank
+    names = list(dict.fromkeys(hosts))
+    own = hosts[rank]
+    return World(rank, len(hosts), hosts[:rank].count(own), hosts.count(own), names.index(own), len(names), tf_config.VARIABLE)
 
 
 def explain_world(environ: Mapping[str, str]) -> list[str]:
@@ -55,7 +65,7 @@ def explain_world(environ: Mapping[str, str]) -> list[str]:
         world = read_world(environ)
     except LaunchError as error:
         return [*lines, f"not usable: {error}"]
-    if not seen:
+    if not seen and world.launcher != tf_config.VARIABLE:
         return [*lines, "no launcher: one process, rank 0 of 1"]
     why = "the innermost of them" if len(seen) > 1 else "the only one"
     where = f"local rank {world.local_rank} of {world.local_size}, node {world.node_rank} of {world.num_nodes}"

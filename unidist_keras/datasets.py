@@ -78,7 +78,8 @@ class ArrayShares(keras.utils.PyDataset):  # type: ignore[misc]
 
     def sizes(self) -> list[tuple[int, ...]]:
         """Rows of every rank in each batch."""
-        return [self._plan.share(step).sizes for step in range(self.num_batches)]
+        local, found = self._plan.local, [self._plan.share(step).sizes for step in range(self.num_batches)]
+        return [tuple(sum(sizes[i : i + local]) for i in range(0, len(sizes), local)) for sizes in found]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass in this epoch's order; another pass before the next call is in the order that follows."""
@@ -188,7 +189,8 @@ def _read_batches(backend: Backend, what: str, data: Any) -> Shares:
 def cut(backend: Backend, arrays: tuple[Any, ...], rows: int, batch_size: int | None, steps: int | None, shuffle: bool) -> Shares:
     """Arrays in global batches; without a size Keras' own: as many as make `steps` of the rows, else 32."""
     batch = batch_size or (math.ceil(rows / steps) if steps else DEFAULT_BATCH)
-    plan = GlobalPlan(rows, batch, backend.num_replicas, backend.world.rank, 1, shuffle, False, backend.settings.seed or 0)
+    local = backend.local_replicas
+    plan = GlobalPlan(rows, batch, backend.num_replicas, backend.world.rank * local, local, shuffle, False, backend.settings.seed or 0)
     return Shares(ArrayShares(arrays, plan), all(plan.share(step).even for step in range(plan.num_steps or 0)))
 
 

@@ -33,18 +33,39 @@ def one_gpu(world: World) -> None:
         raise LaunchError("TensorFlow had used the GPUs before unidist.init could choose this worker's; call init first") from error
 
 
-def several(count: int | None) -> list[str]:
+def own_gpus(world: World, count: int | None) -> int:
+    """This worker sees its part of the visible GPUs only, `count` of them or an equal part; returns how many devices it drives.
+
+    Raises LaunchError when the host shows too few, or TensorFlow has used them all already.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus or world.local_size == 1 or len(gpus) == (count or 1):
+        return count or len(gpus) or 1
+    each = count or len(gpus) // world.local_size
+    if not each or each * world.local_size > len(gpus):
+        raise LaunchError(
+            f"this host shows {len(gpus)} GPUs to {world.local_size} workers{f' of {count}' if count else ''}; start fewer workers, or say "
+            "num_devices"
+        )
+    try:
+        tf.config.set_visible_devices(gpus[world.local_rank * each : (world.local_rank + 1) * each], "GPU")
+    except RuntimeError as error:
+        raise LaunchError("TensorFlow had used the GPUs before unidist.init could choose this worker's; call init first") from error
+    return each
+
+
+def several(count: int | None, task: str = "") -> list[str]:
     """The names of `count` devices of this process: GPUs where there are any, else logical CPUs, made here; all GPUs for None.
 
-    Raises LaunchError when there are fewer, naming both numbers.
+    task: how this process's devices begin in a cluster. Raises LaunchError when there are fewer, naming both numbers.
     """
-    gpus = tf.config.list_logical_devices("GPU")
+    gpus = [gpu for gpu in tf.config.list_logical_devices("GPU") if gpu.name.startswith(task)]
     if gpus:
         wanted = len(gpus) if count is None else count
         if wanted > len(gpus):
             raise LaunchError(f"{wanted} devices were asked for, but this process sees {len(gpus)} GPUs")
         return [gpu.name for gpu in gpus[:wanted]]
-    return _logical_cpus(count or 1)
+    return _logical_cpus(count or 1, task)
 
 
 def split_cpu(count: int | None) -> None:
@@ -59,8 +80,8 @@ def split_cpu(count: int | None) -> None:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * (count or 1))
 
 
-def _logical_cpus(wanted: int) -> list[str]:
-    cpus = tf.config.list_logical_devices("CPU")
+def _logical_cpus(wanted: int, task: str) -> list[str]:
+    cpus = [cpu for cpu in tf.config.list_logical_devices("CPU") if cpu.name.startswith(task)]
     if len(cpus) < wanted:
         raise LaunchError(
             f"{wanted} devices were asked for, but TensorFlow was initialised with {len(cpus)} logical CPU{'s' if len(cpus) > 1 else ''} "

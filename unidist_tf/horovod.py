@@ -83,7 +83,7 @@ class Horovod(TFBackend):
             install_train_step(model, self)
             install_test_step(model, self)
             install_build(model, self, None)
-            check_functions(model, self, no_jit="Horovod's operations have no XLA form")
+            check_functions(model, self, no_jit="Horovod's operations have no XLA form", bounded=self._bounded)
         else:
             super()._adapt_model(model)
 

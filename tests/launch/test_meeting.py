@@ -1,13 +1,11 @@
 """How ranks find each other: torchrun's own store, horovodrun's, MPI's job name on one host, plain variables."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -137,31 +135,6 @@ def test_plain_variables(script: str) -> None:
     port = free_port()
     for code, out, err in finish(start(script, [plain(rank, 2, port) | {"LATE": "0"} for rank in range(2)])):
         assert (code, out) == (0, "ROWS 0/2 1/2 environment variables\n"), err
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[list[str]]]:
-    """Two network namespaces joined by a cable; the commands that run something inside each."""
-    if os.getuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"ud{os.getpid()}{end}" for end in "ab"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
-        for number, name in enumerate(names, 1):
-            ip("link", "set", name, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.8.{number}/24", "dev", name)
-            ip("-n", name, "link", "set", name, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def test_two_hosts(script: str, two_hosts: list[list[str]]) -> None:

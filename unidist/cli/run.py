@@ -18,6 +18,9 @@ from unidist.launchers.local import launch
 def run(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT", help="The script and what belongs to it.")],
     devices: Annotated[int | None, typer.Option("-n", "--num-devices", min=1, help="Devices of the job; all visible GPUs, else 1.")] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Processes that share the devices, where one drives several (mirrored).")
+    ] = None,
     backend: Annotated[str | None, typer.Option("--backend", help="What the job runs on; wins over unidist.init.")] = None,
     framework: Annotated[str | None, typer.Option("--framework", help="torch or tensorflow, where the backend has both.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")] = False,
@@ -34,8 +37,10 @@ def run(
     """
     if tee not in (None, "all"):
         raise typer.BadParameter(f"{tee!r} is not known; 'all' is", param_hint="--tee")
-    settings = _settings(backend, framework, devices, timeout) | _keras_backend(backend, framework, os.environ)
-    workers = registry.num_processes(backend, framework, devices or max(num_visible_gpus(), 1))
+    total = devices or max(num_visible_gpus(), 1)
+    workers = registry.num_processes(backend, framework, total, processes)
+    each = devices if processes is None else max(total // processes, 1)
+    settings = _settings(backend, framework, each, timeout) | _keras_backend(backend, framework, os.environ)
     code = launch(_command(command, module), workers, environ=os.environ, tee=tee == "all", settings=settings, log_dir=log_dir, port=port)
     raise typer.Exit(code)
 

@@ -30,6 +30,9 @@ def test(
     devices: Annotated[
         int | None, typer.Option("-n", "--num-devices", min=1, help="Devices of each job; all visible GPUs, else 2.")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Processes that share the devices, where one drives several (mirrored).")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option("--only", help="A point's number, a check's name, or few.")] = None,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep the workers' lines and output in this folder.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for each job.")] = 900.0,
@@ -44,7 +47,7 @@ def test(
     fine = True
     for key in keys:
         started = time.perf_counter()
-        found = _run(key, n, list(only or []), keep / key.replace("/", "-") if keep is not None else None, timeout, wait)
+        found = _run(key, n, list(only or []), keep / key.replace("/", "-") if keep is not None else None, timeout, wait, processes)
         _print_points(key, n, found, time.perf_counter() - started)
         fine = fine and all(outcome.fine for outcome in found)
     raise typer.Exit(0 if fine else 1)
@@ -65,7 +68,7 @@ def _all_usable() -> list[str]:
     return [entry.key for entry in registry.entries() if not entry.missing()]
 
 
-def _run(key: str, n: int, only: list[str], folder: Path | None, timeout: float, wait: float) -> list[Outcome]:
+def _run(key: str, n: int, only: list[str], folder: Path | None, timeout: float, wait: float, processes: int | None) -> list[Outcome]:
     """The launch, with a bar on a terminal and a line now and then elsewhere."""
     try:
         total = len(check_names(key, n, only))
@@ -84,7 +87,7 @@ def _run(key: str, n: int, only: list[str], folder: Path | None, timeout: float,
                 told = time.monotonic()
                 console.print(f"{key} on {n}: {done} of {total}, at {outcome.name}", style="dim")
 
-        return launch(key, n, folder, timeout, only=only, wait=wait, progress=progress)
+        return launch(key, n, folder, timeout, only=only, wait=wait, progress=progress, processes=processes)
 
 
 def _print_points(key: str, n: int, found: list[Outcome], seconds: float) -> None:

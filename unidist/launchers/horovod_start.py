@@ -147,9 +147,11 @@ def _variables(world: World, control: Control, handle: Handle) -> dict[str, str]
     names, port = json.loads(control.broadcast("Horovod's rendezvous", address if world.rank == 0 else None, 0))
     host, own = _reach(names, port)
     # Rank 0's host is known to itself by many addresses: the one that another host reached it by is the one that counts.
-    used = control.gather("Horovod's interfaces", json.dumps([mine.node, host]))
+    rows = [json.loads(row) for row in control.gather("Horovod's interfaces", json.dumps([mine.node, host, *_own_name()]))]
+    if world.num_nodes > 1:
+        _check_names(rows, places[0].node)
     if mine.node == places[0].node and world.num_nodes > 1:
-        own = next((h for node, h in map(json.loads, used) if node != mine.node), own)
+        own = next((row[1] for row in rows if row[0] != mine.node), own)
     cross = sorted(p.node for p in places if p.local_rank == mine.local_rank)
     return {
         "HOROVOD_RANK": str(world.rank), "HOROVOD_SIZE": str(world.size),
@@ -192,6 +194,29 @@ def _names(environ: MutableMapping[str, str]) -> list[str]:
     """Names for rank 0's machine, the likeliest first."""
     towards = environ.get("MASTER_ADDR", "") or "192.0.2.1"
     return list(dict.fromkeys(name for name in (_routed(towards), towards, socket.gethostname()) if name and name != "192.0.2.1"))
+
+
+def _own_name() -> tuple[str, str]:
+    """This host's name and the address that it stands for here; "" where it stands for none."""
+    name = socket.gethostname()
+    try:
+        return name, socket.gethostbyname(name)
+    except OSError:
+        return name, ""
+
+
+def _check_names(rows: list[list[str]], first_node: int) -> None:
+    """Horovod's gloo listens where the host's own name points (HOROVOD_GLOO_IFACE notwithstanding), so the others must reach that.
+
+    Raises LaunchError on all ranks.
+    """
+    far = any(int(node) != first_node and not host.startswith("127.") for node, host, _, _ in rows)
+    bad = sorted({f"{name} ({address or 'unknown'})" for _, _, name, address in rows if not address or address.startswith("127.")})
+    if far and bad:
+        raise LaunchError(
+            f"Horovod listens on the address of its host's own name, which the other hosts can't reach: {', '.join(bad)}; give the name the "
+            "host's real address in /etc/hosts"
+        )
 
 
 def _routed(towards: str) -> str:

@@ -56,11 +56,13 @@ def run_job(
     timeout: float,
     backend: str | None = None,
     framework: str | None = None,
+    processes: int | None = None,
     environ: Mapping[str, str] | None = None,
     watch: Callable[[], None] = lambda: None,
 ) -> Ended:
     """`unidist run -n N -m MODULE ARGUMENTS`; its output goes to a file in `folder`. `watch` is called while it runs."""
     command = [sys.executable, "-m", "unidist", "run", "-n", str(n), "--log-dir", str(folder / "logs")]
+    command += ["--processes", str(processes)] if processes else []
     command += ["--backend", backend] if backend else []
     command += ["--framework", framework] if framework else []
     command += ["-m", module, *arguments]

@@ -28,25 +28,26 @@ _ALONGSIDE = 2  # launches at a time
 
 
 def conformance(
-    key: str, n: int = 2, *, only: tuple[str, ...] = (), timeout: float = 600.0, catalogue: str = CONTRACT
-) -> Callable[..., None]:
+    key: str, n: int = 2, *, only: tuple[str, ...] = (), timeout: float = 600.0, catalogue: str = CONTRACT,
+    processes: int | None = None,
+) -> Callable[..., None]:  # fmt: skip
     """A test function with one case for each check of the backend on n devices; assign it to a name that begins with test.
 
     The checks run together, in one launch, when the first of the cases does. A backend that can't run here skips, unless the variable
     UNIDIST_TRAIN_REQUIRE names it ("torch/ddp,torch/horovod", or "all"): then it fails. catalogue: a package of checks; it has to be
-    importable here and in the workers.
+    importable here and in the workers. processes: that share the devices, where one may drive several ("mirrored").
     """
 
     @pytest.mark.parametrize("check", check_names(key, n, only, catalogue))
     def test(check: str) -> None:
         _present(key)
-        outcome = results(key, n, only, timeout, catalogue)[check]
+        outcome = results(key, n, only, timeout, catalogue, processes)[check]
         if outcome.status == outcomes.NOT_APPLICABLE:
             pytest.skip(outcome.message)
         if outcome.status == outcomes.FAILED:
             pytest.fail(f"{key} on {n}: {outcome.title}\n{outcome.message}", pytrace=False)
 
-    test.launch = (key, n, only, timeout, catalogue)  # type: ignore[attr-defined]
+    test.launch = (key, n, only, timeout, catalogue, processes)  # type: ignore[attr-defined]
     return test
 
 
@@ -59,7 +60,7 @@ class Launched:
     outcomes: Mapping[str, Outcome]
 
 
-_Launch = tuple[str, int, tuple[str, ...], float, str]
+_Launch = tuple[str, int, tuple[str, ...], float, str, int | None]
 _waiting: list[_Launch] = []
 _launched: dict[_Launch, Future[Launched]] = {}
 _pool = ThreadPoolExecutor(_ALONGSIDE)
@@ -79,11 +80,11 @@ def results(*what: Any) -> Mapping[str, Outcome]:
     return _launched[what].result().outcomes
 
 
-def _launch(key: str, n: int, only: tuple[str, ...], timeout: float, catalogue: str) -> Launched:
+def _launch(key: str, n: int, only: tuple[str, ...], timeout: float, catalogue: str, processes: int | None) -> Launched:
     started = time.perf_counter()
-    found = {outcome.name: outcome for outcome in launch(key, n, timeout=timeout, only=only, catalogue=catalogue)}
-    label = f"{key} on {n}" if catalogue == CONTRACT else f"{catalogue}: {key} on {n}"
-    return Launched(label, time.perf_counter() - started, found)
+    found = {o.name: o for o in launch(key, n, timeout=timeout, only=only, catalogue=catalogue, processes=processes)}
+    label = f"{key} on {n}{f' in {processes} processes' if processes else ''}"
+    return Launched(label if catalogue == CONTRACT else f"{catalogue}: {label}", time.perf_counter() - started, found)
 
 
 def _present(key: str) -> None:

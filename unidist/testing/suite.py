@@ -45,18 +45,20 @@ def launch(
     catalogue: str = CONTRACT,
     wait: float = 30.0,
     progress: Callable[[Outcome], None] = lambda outcome: None,
+    processes: int | None = None,
 ) -> list[Outcome]:
     """Run the checks of a backend on n devices of this host; one outcome for each, passed only if it passed on all ranks.
 
-    folder: keeps the workers' lines and output. timeout: seconds for each job. only: names of checks, numbers of points, or "few" (those
-    that show shares and weights). catalogue: the package of checks, which can be imported here. wait: what the workers' `init(timeout=)`
-    is. progress: told of each check as rank 0 ends it.
+    processes: that share the devices, where one process may drive several ("mirrored"). folder: keeps the workers' lines and output.
+    timeout: seconds for each job. only: names of checks, numbers of points, or "few" (those that show shares and weights). catalogue:
+    the package of checks, which can be imported here. wait: what the workers' `init(timeout=)` is. progress: told of each check as rank
+    0 ends it.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="unidist-test-") as name:
-            return launch(key, n, Path(name), timeout, only=only, catalogue=catalogue, wait=wait, progress=progress)
+            return launch(key, n, Path(name), timeout, only=only, catalogue=catalogue, wait=wait, progress=progress, processes=processes)
     entry = find_entry(key)
-    job = _Job(entry, n, folder, timeout, wait, progress, catalogue)
+    job = _Job(entry, n, folder, timeout, wait, progress, catalogue, processes)
     chosen = _selected(entry, only, catalogue)
     apart = [check for check in chosen if check.ends_job and job.processes > 1]
     together = [check for check in chosen if check not in apart]
@@ -81,9 +83,11 @@ class _Job:
     """The launches of one backend."""
 
     def __init__(
-        self, entry: Entry, n: int, folder: Path, timeout: float, wait: float, progress: Callable[[Outcome], None], catalogue: str
-    ) -> None:
-        self.processes = registry.num_processes(entry.name, entry.framework, n)
+        self, entry: Entry, n: int, folder: Path, timeout: float, wait: float, progress: Callable[[Outcome], None], catalogue: str,
+        processes: int | None,
+    ) -> None:  # fmt: skip
+        self.processes = registry.num_processes(entry.name, entry.framework, n, processes)
+        self._asked = processes
         self._entry, self._n, self._folder, self._timeout, self._wait, self._progress = entry, n, folder, timeout, wait, progress
         self._catalogue = catalogue
 
@@ -97,7 +101,7 @@ class _Job:
         arguments += [part for name in only for part in ("--only", name)]
         ended = run_job(
             WORKER, arguments, self._n, folder=folder, timeout=self._timeout, backend=self._entry.name, framework=self._entry.framework,
-            environ=_path_to(self._catalogue), watch=self._watcher(folder),
+            processes=self._asked, environ=_path_to(self._catalogue), watch=self._watcher(folder),
         )  # fmt: skip
         ranks = [outcomes.read(folder, rank) for rank in range(self.processes)]
         merged = outcomes.merge(ranks, {check.name: (check.point, check.title) for check in checks}, ended.words())
