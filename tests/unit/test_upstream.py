@@ -33,6 +33,13 @@ if keras.config.backend() == "tensorflow":
     batched = tf.data.Dataset.range(4).shuffle(2, seed=1).batch(2)
     assert [type(d).__name__ for d in batched._inputs()] == ["_ShuffleDataset"] and hasattr(batched, "_batch_size"), batched
     assert callable(tf.distribute.get_strategy().extended.variable_created_in_scope)
+    from tensorflow.python.eager import context
+    assert context.context()._context_handle is not None
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 2))
+    assert layer._reduction_axes == [0]
+    sent = dict(input=tf.ones([2]), group_size=1, group_key=1, instance_key=1, ordering_token=[], merge_op="Add", final_op="Id")
+    assert tf.raw_ops.CollectiveReduceV2(**sent, communication_hint="auto", timeout_seconds=5.0).numpy().tolist() == [1.0, 1.0]
 """
 
 
