@@ -74,7 +74,7 @@ class ArrayShares(keras.utils.PyDataset):  # type: ignore[misc]
         self._passed = step > 0 and step == self.num_batches - 1
         mine = self._plan.positions(step)
         rows = self._order[mine.start : mine.stop] if self._plan.shuffle else slice(mine.start, mine.stop)
-        return map_nest(lambda leaf: None if leaf is None else leaf[rows], self._arrays)
+        return map_nest(lambda leaf: None if leaf is None else _own_memory(leaf[rows]), self._arrays)
 
     def sizes(self) -> list[tuple[int, ...]]:
         """Rows of every rank in each batch."""
@@ -110,7 +110,7 @@ class BatchShares(keras.utils.PyDataset):  # type: ignore[misc]
         if step == 0:
             self.mark = [self.mark[0] + 1, _checksum(told_by(batch))]
         rows = part(len(first_leaf(batch)), self._rank, self._size)
-        return map_nest(lambda leaf: None if leaf is None else leaf[rows], batch)
+        return map_nest(lambda leaf: None if leaf is None else _own_memory(leaf[rows]), batch)
 
     def on_epoch_begin(self) -> None:
         """The user's own."""
@@ -119,6 +119,11 @@ class BatchShares(keras.utils.PyDataset):  # type: ignore[misc]
     def on_epoch_end(self) -> None:
         """The user's own."""
         self._dataset.on_epoch_end()
+
+
+def _own_memory(rows: Any) -> Any:
+    """Not a view of the user's array: TensorFlow takes aligned memory as it is, and was seen to write the result of `y - outputs` into it."""
+    return rows if rows.base is None else rows.copy()
 
 
 class Passes:

@@ -139,7 +139,7 @@ def install_train_step(model: Any, backend: TFBackend) -> None:
 
 
 def install_test_step(model: Any, backend: TFBackend) -> None:
-    """Likewise `test_step`, where replicas take the same number of steps: losses count by their own denominators."""
+    """Likewise `test_step`, where the replicas of a process take the same number of steps: losses count by their own denominators."""
     original = of_class(model, "test_step")
 
     def test_step(data: Any) -> Any:
@@ -219,11 +219,14 @@ def num_rows(data: Any) -> tf.Tensor:
     return tf.shape(next(leaf for leaf in keras.tree.flatten(inputs) if leaf is not None))[0]
 
 
-def _counted(backend: TFBackend, loss: Any, denominator: Any, rows: Any) -> Any:
-    """A local loss so that the mean over replicas, weighted by rows, is the loss of the whole batch by its own denominator."""
+def _counted(add: Callable[[list[Any]], list[Any]], loss: Any, denominator: Any, rows: Any) -> Any:
+    """A local loss so that the mean over replicas, weighted by rows, is the loss of the whole batch by its own denominator.
+
+    add: sums over the replicas.
+    """
     size = tf.cast(rows, loss.dtype)
     own = tf.ones_like(size) if denominator is SUM else tf.cast(denominator, loss.dtype)
-    total, total_size = (tf.stop_gradient(t) for t in backend._sum([own, size], None)[0])
+    total, total_size = (tf.stop_gradient(t) for t in add([own, size]))
     factor = tf.math.divide_no_nan(total_size, size)
     return loss * (factor if denominator is SUM else factor * tf.math.divide_no_nan(own, total))
 

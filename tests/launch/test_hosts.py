@@ -26,11 +26,14 @@ for samples in (4, 3):  # shares {1,2},{3,4} and {1,2},{3}
     with unidist.scope():
         layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
         model = unidist.wrap_model(keras.Sequential(layers))
-        model.compile(unidist.wrap_optimizer(keras.optimizers.SGD(0.01), model), loss="mse", metrics=["mae"])
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(unidist.wrap_optimizer(keras.optimizers.SGD(0.01), model), loss=loss, metrics=["mae"])
     history = model.fit(x, 2 * x, batch_size=4, shuffle=False, verbose=0).history
-    losses = model.evaluate(x, 2 * x, verbose=0)
     assert history["mae"] == [np.arange(1.0, samples + 1).mean()], history
     weights.append(round(float(model.get_weights()[0].item()), 6))
+    # Of three samples rank 0 takes two steps and rank 1 one.
+    found = model.evaluate(x, 2 * x, sample_weight=np.ones(samples), batch_size=2, verbose=0)[0]
+    np.testing.assert_allclose(found, (weights[-1] - 2) ** 2 * np.mean(x**2), rtol=1e-5)
 print("WEIGHTS", *weights, flush=True)
 """
 

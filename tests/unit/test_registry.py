@@ -3,7 +3,7 @@
 import pytest
 
 from unidist import context, frameworks, registry
-from unidist.errors import FrameworkMismatchError, MissingDependencyError, UnknownBackendError
+from unidist.errors import FrameworkMismatchError, LaunchError, MissingDependencyError, UnknownBackendError
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,11 @@ def test_processes_of_a_job():
     assert registry.num_processes("mirrored", None, 4) == 1 and registry.num_processes("ddp", None, 4) == 4
     assert registry.num_processes("horovod", "tensorflow", 4) == 4 and registry.num_processes(None, "tensorflow", 4) == 1
     assert registry.num_processes("auto", "torch", 3) == 3 and registry.num_processes("dp", None, 3) == 1
+    assert registry.num_processes("multiworkermirrored", None, 4, 2) == 2 and registry.num_processes(None, "tensorflow", 4, 4) == 4
+    assert registry.num_processes("ddp", None, 4, 4) == 4 and registry.num_processes("local", "torch", 1, 1) == 1
+    for backend, processes in (("ddp", 2), ("mirrored", 3), ("local", 2)):
+        with pytest.raises(LaunchError, match=f"{processes} processes were asked for"):
+            registry.num_processes(backend, "tensorflow" if backend == "local" else None, 4, processes)
 
 
 CHOICES = [

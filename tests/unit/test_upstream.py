@@ -58,6 +58,13 @@ if keras.config.backend() == "tensorflow":
     assert [type(d).__name__ for d in (counted, sliced)] == ["_RangeDataset", "_TensorSliceDataset"]
     assert int(counted._stop) - int(counted._start) == 4 * int(counted._step) and len(sliced._tensors) == 1
     assert callable(tf.distribute.get_strategy().extended.variable_created_in_scope)
+    from tensorflow.python.eager import context
+    assert context.context()._context_handle is not None
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 2))
+    assert layer._reduction_axes == [0]
+    sent = dict(input=tf.ones([2]), group_size=1, group_key=1, instance_key=1, ordering_token=[], merge_op="Add", final_op="Id")
+    assert tf.raw_ops.CollectiveReduceV2(**sent, communication_hint="auto", timeout_seconds=5.0).numpy().tolist() == [1.0, 1.0]
 """
 
 

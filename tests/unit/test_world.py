@@ -2,6 +2,7 @@
 
 import pytest
 
+from unidist import meeting
 from unidist.errors import LaunchError
 from unidist.world import World, explain_world, read_world, with_hosts
 
@@ -39,6 +40,10 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TF_CONFIG = {
+    "TF_CONFIG": '{"cluster": {"worker": ["b:2222", "b:2223", "c:2222"], "chief": ["a:2222"], "ps": ["p:1"]}, '
+    '"task": {"type": "worker", "index": 1}}'
+}
 PLAIN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 SLURM_JOB = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "7", "SLURM_NNODES": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 SLURM_STEP = SLURM_JOB | {
@@ -56,6 +61,9 @@ SLURM_STEP = SLURM_JOB | {
         pytest.param({}, World(), id="alone"),
         pytest.param(UNIDIST, World(3, 4, 3, 4, 0, 1, "unidist run"), id="unidist run"),
         pytest.param(TORCHRUN, World(5, 8, 1, 4, 1, 2, "torchrun"), id="torchrun"),
+        pytest.param(TF_CONFIG, World(2, 4, 1, 2, 1, 3, "TF_CONFIG"), id="TF_CONFIG"),
+        pytest.param(TF_CONFIG | UNIDIST, World(3, 4, 3, 4, 0, 1, "unidist run"), id="unidist run under TF_CONFIG"),
+        pytest.param({"TF_CONFIG": "{}"}, World(), id="TF_CONFIG without a cluster"),
         pytest.param(HOROVODRUN, World(2, 4, 0, 2, 1, 2, "horovodrun"), id="horovodrun"),
         pytest.param(OPEN_MPI, World(5, 8, 1, 4, 1, 2, "mpirun"), id="Open MPI"),
         pytest.param(MPICH, World(3, 4, 1, 2, 1, 2, "mpiexec"), id="MPICH"),
@@ -160,3 +168,27 @@ def test_explain_names_what_was_seen_and_taken() -> None:
     assert "no launcher" in "\n".join(explain_world({}))
     assert "batch script" in "\n".join(explain_world(SLURM_JOB))
     assert "RANK is '' " in "\n".join(explain_world({"RANK": ""})).replace(",", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "can't be read"),
+        ('{"cluster": {"worker": ["a:1"]}}', "can't be read"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}', "ps 0, which is not one of its workers"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "worker 1, which is not one of its workers"),
+    ],
+)
+def test_a_broken_tf_config_is_named(text: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        read_world({"TF_CONFIG": text})
+
+
+def test_where_the_ranks_of_tf_config_meet() -> None:
+    """At the first worker's host, all at the same port, which other jobs don't share."""
+    world = read_world(TF_CONFIG)
+    places = [meeting.find(world, TF_CONFIG | more, 0, None) for more in ({}, {"MASTER_PORT": "77"})]
+    assert [place.port for place in places] == [int(places[0].lookup(1.0).split(":")[1].split("/")[0]), 77]
+    assert places[0].lookup(1.0).startswith("a:") and places[1].lookup(1.0).startswith("a:77/")
+    other = {"TF_CONFIG": TF_CONFIG["TF_CONFIG"].replace("c:2222", "c:2224")}
+    assert meeting.find(read_world(other), other, 0, None).port != places[0].port

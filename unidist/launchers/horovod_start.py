@@ -214,8 +214,8 @@ def _check_names(rows: list[list[str]], first_node: int) -> None:
     bad = sorted({f"{name} ({address or 'unknown'})" for _, _, name, address in rows if not address or address.startswith("127.")})
     if far and bad:
         raise LaunchError(
-            f"Horovod listens on the address of its host's own name, which the other hosts can't reach: {', '.join(bad)}; give the name the "
-            "host's real address in /etc/hosts"
+            f"Horovod listens on the address of its host's own name, which the other hosts can't reach: {', '.join(bad)}; give the name "
+            "the host's real address in /etc/hosts"
         )
 
 
