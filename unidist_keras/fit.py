@@ -38,16 +38,16 @@ class FitState:
         self.weight: Any = None
         self.stepping = False
         self.rows: float | None = None
-        self._counting = False
+        self._counting = True
 
     @contextlib.contextmanager
     def counting_rows(self, count: bool) -> Iterator[None]:
-        """Around a fit: whether its batches may be uneven."""
+        """Around a fit: whether its batches may be uneven, as outside one (`train_on_batch`)."""
         self._counting = count
         try:
             yield
         finally:
-            self._counting = False
+            self._counting = True
 
     @contextlib.contextmanager
     def step(self, rows: float) -> Iterator[None]:

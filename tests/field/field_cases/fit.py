@@ -15,7 +15,7 @@ from unidist.testing.bench import Bench
 from unidist.testing.table import check, exchanges_in_backward, several_processes, several_replicas
 
 RATE = 2.0**-5
-X = np.array([[1.0, 2.0], [-1.0, 0.5], [0.25, -2.0], [1.5, 1.0], [-0.5, -1.5], [2.0, 0.0], [0.75, -0.25]])
+X = np.array([[1.0, 2.0], [-1.0, 0.5], [0.25, -2.0], [1.5, 1.0], [-0.5, -1.5], [2.0, 0.5], [0.75, -0.25]])
 Y = np.array([[1.0], [0.0], [0.0], [1.0], [0.0], [1.0], [1.0]])
 
 
