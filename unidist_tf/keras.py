@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 class Counting(threading.local):
     """How the loss that is computed in this thread (one per replica) counts; set by steps while they are traced.
 
-    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; rows: those of any step of Keras; scaled: the loss is
+    weight: the rows of a train step of `fit`, by which `apply` weighs its gradients; rows: those of any step of Keras; weighed:
+    whether the loss of this step was multiplied by `weight` already; scaled: the loss is
     multiplied by how it counts before gradients are taken, so that nothing is multiplied later.
     """
 
     weight: Any = None
     rows: Any = None
+    weighed: bool = False
     scaled: bool = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from unidist.errors import UnsupportedError
 from unidist.nest import map_nest
 from unidist_keras.fit import put_logs
 from unidist_keras.functions import check_functions
+from unidist_keras.on_instance import put
+from unidist_tf import gradients as grads
 from unidist_tf import state, tensors, windows
 from unidist_tf.base import TFBackend
 from unidist_tf.devices import grow_memory, several, split_cpu
@@ -127,6 +130,30 @@ class Mirrored(TFBackend):
             return list(gradients), weight
         summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present))
         return [None if g is None else next(summed) for g in gradients], None if weight is None else next(summed)
+
+    def _wrap_optimizer(self, optimizer: Any, model: Any, *, compression: Any, options: Mapping[str, Any]) -> Any:
+        super()._wrap_optimizer(optimizer, model, compression=compression, options=options)
+        if self.num_replicas > 1:
+            put(optimizer, "scale_loss", functools.partial(self._weigh, optimizer))
+        return optimizer
+
+    def _weigh(self, optimizer: Any, loss: Any) -> Any:
+        """In `fit`, the loss times the replica's rows before gradients are taken: some pass to other replicas (synchronised BatchNorm)."""
+        loss = type(optimizer).scale_loss(optimizer, loss)
+        if self.counting.weight is None:
+            return loss
+        self.counting.weighed = True
+        return loss * tf.cast(self.counting.weight, loss.dtype)
+
+    def _reduce(
+        self, gradients: Sequence[Any], *, scale: Any = None, weight: Any = None, variables: Sequence[Any] | None = None
+    ) -> list[Any]:
+        if weight is None or not self.counting.weighed or self._num_parts() == 1:
+            return super()._reduce(gradients, scale=scale, weight=weight, variables=variables)
+        self.counting.weighed = False
+        weight = grads.cast_weight(weight, gradients)
+        summed, total = self._sum(grads.kept_if(weight > 0, gradients), weight)
+        return grads.divided(summed, total)
 
     def _grad_collective(self, name: str, tensor: Any, **arguments: Any) -> Any:
         context = self._replica()

@@ -280,6 +280,34 @@ def last_row(bench: Bench) -> None:
     bench.close(found, wanted, "the output for one row")
 
 
+def _normalised(bench: Bench) -> tuple[Any, Any]:
+    keras = bench.module
+    layers = [
+        keras.layers.Dense(3, activation="tanh"),
+        keras.layers.BatchNormalization(momentum=0.5, epsilon=2.0**-5),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    weights = model.get_weights()
+    model.set_weights([np.arange(1.0, w.size + 1).reshape(w.shape) / 8 for w in weights])
+    return model, keras.optimizers.SGD(RATE)
+
+
+@check(6, "synchronised BatchNorm in fit, where a last batch of one row leaves a replica without any", number=49, flavours="keras")
+def normalised(bench: Bench) -> None:
+    with unidist.scope():
+        model, optimizer = _normalised(bench)
+        unidist.wrap_model(model, sync_batchnorm=True)
+        model.compile(unidist.wrap_optimizer(optimizer, model), loss="mse")
+    bare, optimizer = _normalised(bench)
+    bare.compile(optimizer, loss="mse", run_eagerly=True)
+    options = {"batch_size": 3, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (X[:4], Y[:4])}
+    found, wanted = model.fit(X, Y, **options), bare.fit(X, Y, **options)
+    bench.close(found.history, wanted.history, "history", tolerance=max(bench.tolerance, 1e-6))
+    for one, other in zip(model.get_weights(), bare.get_weights()):
+        bench.close(one, other, "weights and statistics", tolerance=max(bench.tolerance, 1e-6))
+
+
 def _sources(bench: Bench) -> dict[str, Any]:
     """The whole data in batches of three, in the forms that this framework's Keras takes."""
     keras = bench.module
