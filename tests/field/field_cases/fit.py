@@ -373,6 +373,16 @@ def refused_data(bench: Bench) -> None:
         model.fit(X + bench.rank, Y, verbose=0)
     with compare.raises(unidist.MismatchError, "validation_data", "already_sharded=True"):
         model.fit(X, Y, validation_data=(X[bench.rank :], Y[bench.rank :]), verbose=0)
+
+    class Apart(bench.module.utils.PyDataset):  # type: ignore[misc, name-defined]
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return X, Y + bench.rank
+
+    with compare.raises(unidist.MismatchError, "different batches", "already_sharded=True"):
+        model.fit(Apart(), epochs=3, verbose=0)
     with compare.raises(unidist.UnsupportedError, "set"):
         model.fit({1, 2}, verbose=0)
 
