@@ -38,16 +38,16 @@ class FitState:
         self.weight: Any = None
         self.stepping = False
         self.rows: float | None = None
-        self._counting = False
+        self._counting = True
 
     @contextlib.contextmanager
     def counting_rows(self, count: bool) -> Iterator[None]:
-        """Around a fit: whether its batches may be uneven."""
+        """Around a fit: whether its batches may be uneven, as outside one (`train_on_batch`)."""
         self._counting = count
         try:
             yield
         finally:
-            self._counting = False
+            self._counting = True
 
     @contextlib.contextmanager
     def step(self, rows: float) -> Iterator[None]:
@@ -173,12 +173,26 @@ def _in_order(sizes: Sequence[Sequence[int]]) -> Any:
 
 
 def take(model: Any, backend: Backend) -> None:
-    """For a model of one process: its `fit` and `evaluate` also take what `wrap_data` returns."""
-    for name in ("fit", "evaluate"):
-        put(model, name, functools.partial(_taking, backend, of_class(model, name)))
+    """For a model of one process: its `fit` and `evaluate` also take what `wrap_data` returns, and no data is written into.
+
+    A PyDataset often gives views of arrays. MirroredStrategy hands their memory to replicas that may write into it (`y - outputs`).
+    """
+    for name in ("fit", "evaluate", "predict"):
+        put(model, name, functools.partial(_taking, backend, of_class(model, name), name != "predict"))
 
 
-def _taking(backend: Any, original: Callable[..., Any], x: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(kwargs.get("validation_data"), Data):
-        kwargs["validation_data"] = backend._fit_data(kwargs["validation_data"]).data
-    return original(backend._fit_data(x).data if isinstance(x, Data) else x, *args, **kwargs)
+def _taking(backend: Any, original: Callable[..., Any], wrapped: bool, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    for_keras = functools.partial(_for_keras, backend, wrapped)
+    if "validation_data" in kwargs:
+        kwargs["validation_data"] = for_keras(kwargs["validation_data"])
+    return original(for_keras(x), *args, **kwargs)
+
+
+def _for_keras(backend: Any, wrapped: bool, data: Any) -> Any:
+    if isinstance(data, Data):
+        if not wrapped:
+            raise UnsupportedError("predict takes the whole data; for what wrap_data returned use unidist.predict(model, data)")
+        return backend._fit_data(data).data
+    if isinstance(data, keras.utils.PyDataset) and backend.local_replicas > 1:
+        return datasets.BatchShares(data, 0, 1)
+    return data
