@@ -122,7 +122,7 @@ class BatchShares(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 def _own_memory(rows: Any) -> Any:
-    """Not a view of the user's array: TensorFlow takes aligned memory as it is, and was seen to write the result of `y - outputs` into it."""
+    """Not a view of the user's array: TensorFlow takes aligned memory as it is, and was seen to write `y - outputs` into it."""
     return rows if rows.base is None else rows.copy()
 
 

@@ -193,10 +193,6 @@ class TFBackend(Backend):
         """
         return list(gradients), weight
 
-    def _sum_own(self, values: Sequence[Any]) -> list[Any]:
-        """Tensors summed over the replicas of this process only, where processes take different numbers of steps."""
-        return list(values)
-
     def _reduce(
         self, gradients: Sequence[Any], *, scale: Any = None, weight: Any = None, variables: Sequence[Any] | None = None
     ) -> list[Any]:

@@ -149,7 +149,10 @@ def install_test_step(model: Any, backend: TFBackend) -> None:
 
 
 def install_statistics(model: Any, backend: TFBackend) -> None:
-    """BatchNorm's running statistics are the first replica's on all of them, in Keras' evaluate and predict and after its fit."""
+    """BatchNorm's running statistics are the first replica's on all of them, in Keras' evaluate and predict and after its fit.
+
+    Around what `take` has put on the model.
+    """
 
     def before(original: Any, *args: Any, **kwargs: Any) -> Any:
         backend._end_of_pass()
@@ -161,7 +164,7 @@ def install_statistics(model: Any, backend: TFBackend) -> None:
         return result
 
     for name, call in (("evaluate", before), ("predict", before), ("fit", after)):
-        put(model, name, functools.partial(call, of_class(model, name)))
+        put(model, name, functools.partial(call, getattr(model, name)))
 
 
 def _counted_step(model: Any, backend: TFBackend, original: Any, data: Any, rows: tf.Tensor, *, training: bool) -> Any:
@@ -219,14 +222,11 @@ def num_rows(data: Any) -> tf.Tensor:
     return tf.shape(next(leaf for leaf in keras.tree.flatten(inputs) if leaf is not None))[0]
 
 
-def _counted(add: Callable[[list[Any]], list[Any]], loss: Any, denominator: Any, rows: Any) -> Any:
-    """A local loss so that the mean over replicas, weighted by rows, is the loss of the whole batch by its own denominator.
-
-    add: sums over the replicas.
-    """
+def _counted(backend: TFBackend, loss: Any, denominator: Any, rows: Any) -> Any:
+    """A local loss so that the mean over replicas, weighted by rows, is the loss of the whole batch by its own denominator."""
     size = tf.cast(rows, loss.dtype)
     own = tf.ones_like(size) if denominator is SUM else tf.cast(denominator, loss.dtype)
-    total, total_size = (tf.stop_gradient(t) for t in add([own, size]))
+    total, total_size = (tf.stop_gradient(t) for t in backend._sum([own, size], None)[0])
     factor = tf.math.divide_no_nan(total_size, size)
     return loss * (factor if denominator is SUM else factor * tf.math.divide_no_nan(own, total))
 

@@ -188,16 +188,10 @@ class Mirrored(TFBackend):
             result = [g if flag else None for g, flag in zip(result, flags.numpy().tolist())]
         return result, total
 
-    def _sum_own(self, values: Sequence[Any]) -> list[Any]:
-        context = self._replica()
-        if context is None or self.local_replicas == 1:
-            return list(values)
-        return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
-
     def _add(self, values: Sequence[Any]) -> list[Any]:
         """Dense and sparse tensors, summed over the replicas of all processes, or outside of replicas over processes."""
         if self.world.size == 1:
-            return self._sum_own(values)
+            return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(values)))
         context = self._replica()
         if context is None:
             with self._bounded("an exchange of gradients"):

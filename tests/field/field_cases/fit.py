@@ -493,3 +493,31 @@ def compiled(bench: Bench) -> None:
         model.fit(X, Y, **options)
         bare.fit(X, Y, **options)
         same(bench, model, bare)
+
+
+@check(10, "fit writes into nobody's arrays, given as they are or as views from a PyDataset", number=50, flavours="keras",
+       cases={"arrays": False, "views": True})  # fmt: skip
+def untouched(bench: Bench, views: bool) -> None:
+    """Aligned ones, whose memory TensorFlow takes as it is."""
+    keras = bench.module
+    n = 4 * bench.replicas
+    arrays = []
+    for seed in range(2):
+        raw = np.empty(8 * n * 8 + 64, np.uint8)
+        begin = -raw.ctypes.data % 64
+        arrays.append(raw[begin : begin + 8 * n * 8].view(np.float64).reshape(n, 8))
+        arrays[-1][:] = np.random.default_rng(seed).standard_normal((n, 8))
+    kept = [array.copy() for array in arrays]
+
+    class Views(keras.utils.PyDataset):  # type: ignore[misc, name-defined]
+        num_batches = 2
+
+        def __getitem__(self, step: int) -> Any:
+            return tuple(array[step * n // 2 : (step + 1) * n // 2] for array in arrays)
+
+    with unidist.scope():
+        model = unidist.wrap_model(keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)]))
+        model.compile(unidist.wrap_optimizer(keras.optimizers.SGD(0.01), model), "mse")
+    model.fit(*([Views()] if views else arrays), **({} if views else {"batch_size": n // 2}), shuffle=False, verbose=0)
+    for array, value in zip(arrays, kept):
+        compare.same(array, value, "the user's array")
