@@ -52,7 +52,7 @@ class Backend(ABC):
     of a backend; `refuses`, contract points that it refuses, each with the reason it gives in its UnsupportedError.
     Abilities: "processes" (may run in several processes), "groups" (some of the ranks may do a collective among themselves),
     "replicas" (one process may hold several replicas),
-    "backward" (torch: gradients are exchanged when backward returns), "reduce_gradients" (tensorflow: by that verb or in apply).
+    "relayed" (tensors travel over the control plane), "backward" (torch: gradients are exchanged when backward returns), "reduce_gradients" (tensorflow: by that verb or in apply).
     """
 
     framework: ClassVar[str]
@@ -82,6 +82,9 @@ class Backend(ABC):
     @abstractmethod
     def _start(self) -> None:
         """Bring the engine up; every rank calls it at the same time."""
+
+    def _seed(self, seed: int) -> None:  # noqa: B027  a framework's base does it
+        """Set the random generators of which initial weights are drawn, alike on all ranks."""
 
     @abstractmethod
     def _stop(self) -> None:

@@ -225,6 +225,8 @@ def _start(choice: tuple[str | None, str], settings: Settings) -> Backend:
         world = with_hosts(world, control.hosts)
         backend = cls(world, control, settings)
         backend._start()
+        if settings.seed is not None:  # after the start, which may draw numbers of its own
+            backend._seed(settings.seed)
     except BaseException as error:
         control.fail(f"{type(error).__name__}: {error}")
         control.close()

@@ -60,8 +60,9 @@ class TFBackend(Backend):
         self._models = Models()
         self._of_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that were seen to hold wrapped models' variables
         self._evaluations = Evaluations(self)
-        if self.settings.seed is not None:
-            keras.utils.set_random_seed(self.settings.seed)
+
+    def _seed(self, seed: int) -> None:
+        keras.utils.set_random_seed(seed)
 
     def _check_options(self) -> None:
         """Raise TypeError for options of `init` that the engine does not take; most take none."""

@@ -53,9 +53,10 @@ class TorchBackend(Backend):
         self.weighted = WeightedWindow(self)
         self._models = Models()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
-        if self.settings.seed is not None:
-            torch.manual_seed(self.settings.seed)
-            random.seed(self.settings.seed)  # from which Keras' initializers and seed generators take their seeds
+
+    def _seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)  # from which Keras' initializers and seed generators take their seeds
 
     def _check_options(self) -> None:
         """Raise TypeError for options of `init` that the engine does not take: none of the engines here takes any."""

@@ -180,3 +180,13 @@ def exchanges_in_backward(bench: Any) -> str | None:
 def exchanges_in_apply(bench: Any) -> str | None:
     """`reduce_gradients` exchanges."""
     return None if "reduce_gradients" in bench.abilities else "gradients are exchanged in backward here"
+
+
+def engine_of_its_own(bench: Any) -> str | None:
+    """Tensors do not travel over the control plane."""
+    return "tensors travel over the control plane" if "relayed" in bench.abilities else None
+
+
+def synchronises_batchnorm(bench: Any) -> str | None:
+    """`sync_batchnorm=True` is not refused."""
+    return bench.backend.refuses.get(6)  # type: ignore[no-any-return]

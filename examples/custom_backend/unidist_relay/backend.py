@@ -94,7 +94,7 @@ class Relay(TorchBackend):
     """One process per device; nothing is needed besides the connection that every job has."""
 
     name = "relay"
-    abilities: ClassVar[frozenset[str]] = frozenset({"backward", "processes"})
+    abilities: ClassVar[frozenset[str]] = frozenset({"backward", "processes", "relayed"})
     refuses: ClassVar[Mapping[int, str]] = {6: "no synchronised BatchNorm"}
 
     def _start(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import unidist
 from unidist.testing import compare, golden
 from unidist.testing.bench import Bench
-from unidist.testing.table import check, one_replica_each, several_processes
+from unidist.testing.table import check, engine_of_its_own, one_replica_each, several_processes
 from unidist.testing.trial import Trial, setup, truth, verify
 
 _RESTS = ("none", "uneven", "one")
@@ -146,8 +146,8 @@ def foreign_batches(bench: Bench) -> None:
     bench.equal_everywhere(model)
 
 
-@check(1, "a step sends its gradients and nothing else, a total and weight one number more", needs=(several_processes,), few=("mean",),
-       cases={"mean": "mean", "total": "total"})  # fmt: skip
+@check(1, "a step sends its gradients and nothing else, a total and weight one number more", needs=(several_processes, engine_of_its_own),
+       few=("mean",), cases={"mean": "mean", "total": "total"})  # fmt: skip
 def sent(bench: Bench, form: str) -> None:
     """Counted from the second epoch on, with an uneven last batch; what an engine sends in the backward pass itself is not seen here."""
     trial = Trial(rest="uneven", form=form)

@@ -10,7 +10,7 @@ import unidist
 from unidist.errors import UnsupportedError
 from unidist.testing import compare
 from unidist.testing.bench import Bench
-from unidist.testing.table import check, exchanges_in_apply
+from unidist.testing.table import check, exchanges_in_apply, synchronises_batchnorm
 
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 _RATE = 0.125
@@ -76,7 +76,8 @@ def precision(bench: Bench, policy: str) -> None:
         compare.true(any((mine != wide).any() for mine, wide in zip(found, exact)), "it was computed in half precision")
 
 
-@check(1, "fit of a model of the mixed policy: the loss scale that Keras adds is every replica's", cases=POLICIES, flavours="keras")
+@check(1, "fit of a model of the mixed policy: the loss scale that Keras adds is every replica's", cases=POLICIES, flavours="keras",
+       needs=(synchronises_batchnorm,))  # fmt: skip
 def mixed_fit(bench: Bench, policy: str) -> None:
     model = _build(bench, policy)
     model.dtype_policy = policy
@@ -97,7 +98,7 @@ def mixed_fit(bench: Bench, policy: str) -> None:
 
 
 @check(12, "precision and scaler that a step can't have are refused", flavours="keras", needs=(exchanges_in_apply,))
-def precision_refused(bench: Bench) -> None:
+def impossible_precision(bench: Bench) -> None:
     wide, model = bench.model("mlp"), _build(bench, "float32")
     loss = bench.loss("mlp", "mean")
     with compare.raises(UnsupportedError, "float32", "mixed_bfloat16"):
