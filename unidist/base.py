@@ -50,9 +50,9 @@ class Backend(ABC):
 
     Class attributes: `framework` and `name` as in the registry; `abilities`, the only thing that other code may ask
     of a backend; `refuses`, contract points that it refuses, each with the reason it gives in its UnsupportedError.
-    Abilities: "processes" (may run in several processes), "groups" (some of the ranks may do a collective among themselves),
-    "replicas" (one process may hold several replicas),
-    "relayed" (tensors travel over the control plane), "backward" (torch: gradients are exchanged when backward returns), "reduce_gradients" (tensorflow: by that verb or in apply).
+    Abilities: "processes" (may run in several processes), "replicas" (one process may hold several replicas), "groups" (some ranks may do a
+    collective among themselves), "relayed" (tensors travel over the control plane), "backward" (torch: gradients are exchanged when
+    backward returns), "reduce_gradients" (tensorflow: by that verb or in apply).
     """
 
     framework: ClassVar[str]
