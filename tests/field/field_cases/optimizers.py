@@ -121,12 +121,12 @@ SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
 @check(
     7,
     "a scheduler takes the wrapped optimizer and is stepped once per update, as on one device",
-    number=31,
+    number=32,
     flavours="native",
     cases=SCHEDULES,
 )
 def schedulers(bench: Bench, make: Callable[[Any, Any], Any]) -> None:
-    """Also case 32: OneCycleLR over exactly its steps, a sequence of schedules. Windows of 2, an odd last one."""
+    """OneCycleLR over exactly its steps, a sequence of schedules; windows of 2, an odd last one."""
     torch = bench.module
     model = _net(bench)
     optimizer = unidist.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
