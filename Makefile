@@ -14,8 +14,8 @@ test: $(VENV)/.installed-test
 	UNIDIST_TRAIN_REQUIRE=all $(BIN)/python -m pytest
 
 # Keras' development version, whose failures are news, not faults: run it beside `make test`, not in it.
-KERAS_CHECKS = $(foreach name,1-fit-even-keras 1-fit-uneven-sample-weights-keras 1-masked-fit-keras 1-steps-mlp-sgd-uneven-keras \
-	4-clip-norm-sgd-uneven-keras 6-synchronised-uneven-keras 11-evaluate-and-predict-keras 11-merged-keras 7-keras-config-keras,--only $(name))
+KERAS_CHECKS = $(foreach name,1-fit-even-keras 1-fit-uneven-sample-weights-keras 1-masked-fit-keras \
+	4-clip-norm-keras 6-synchronised-uneven-keras 11-evaluate-and-predict-keras 11-merged-keras 7-keras-config-keras,--only $(name))
 test-keras-next: $(VENV)/.installed-test
 	$(BIN)/unidist install horovod
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/keras-next keras-nightly
