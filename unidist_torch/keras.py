@@ -32,10 +32,21 @@ def adapt_model(model: Any, backend: TorchBackend) -> None:
     """`fit` and its relatives over the job's processes, and a train step that tells `apply` how many rows it saw."""
     check_keras()
     divide(model, backend)
+    _without_keras_own(model)
     separate(model, lambda: backend.world.rank)
     for name, step in (("train_step", _train_step), ("test_step", _test_step)):
         put(model, name, functools.partial(step, backend, model, of_class(model, name)))
     check_functions(model, backend, no_jit="the exchange of gradients is not one of the operations that torch.compile compiles")
+
+
+def _without_keras_own(model: Any) -> None:
+    """From 3.16 on Keras puts DistributedDataParallel around a model and sums metrics by itself where a process group exists."""
+    trainer = next((cls for cls in type(model).__mro__ if "_initialize_ddp" in vars(cls)), None)
+    if trainer is None:
+        return
+    put(model, "_initialize_ddp", lambda: None)
+    if type(model).get_metrics_result is vars(trainer).get("get_metrics_result"):
+        put(model, "get_metrics_result", lambda: super(trainer, model).get_metrics_result())
 
 
 def _train_step(backend: TorchBackend, model: Any, original: Callable[[Any], Any], data: Any) -> Any:
