@@ -46,6 +46,7 @@ COMMANDS = {
     "demo": Command("unidist.cli.demo:demo", "Train one script under every backend, and compare what they learned."),
     "backends": Command("unidist.cli.backends:backends", "List the backends, and what each needs to run here."),
     "env": Command("unidist.cli.env:env", "Show what was found here, and what unidist.init would make of it."),
+    "schedule": Command("unidist.cli.schedule:schedule", "Show which device of a pipeline does what when."),
     "install": Command("unidist.cli.install:install_app", "Install what a plain `pip install` can't."),
 }
 
