@@ -47,6 +47,7 @@ COMMANDS = {
     "backends": Command("unidist.cli.backends:backends", "List the backends, and what each needs to run here."),
     "env": Command("unidist.cli.env:env", "Show what was found here, and what unidist.init would make of it."),
     "devices": Command("unidist.cli.devices:devices", "Show GPUs, CPU cores and memory of this host, or of a whole job."),
+    "schedule": Command("unidist.cli.schedule:schedule", "Show which device of a pipeline does what when."),
     "install": Command("unidist.cli.install:install_app", "Install what a plain `pip install` can't."),
 }
 
