@@ -140,6 +140,6 @@ def _does_not_fit(layers: Layers, devices: Devices) -> str:
     largest = max(range(len(layers.names)), key=lambda i: layers.memory[i])
     have = ", ".join(f"{limit:,.0f}" for limit in devices.limits)
     return (
-        f"no cut of the {len(layers.names)} layers fits {len(devices.speeds)} devices: the layers need {math.fsum(layers.memory):,.0f} bytes "
-        f"while training, the largest ({layers.names[largest]}) {layers.memory[largest]:,.0f}; the devices have {have}"
+        f"no cut of the {len(layers.names)} layers fits {len(devices.speeds)} devices: the layers need {math.fsum(layers.memory):,.0f} "
+        f"bytes while training, the largest ({layers.names[largest]}) {layers.memory[largest]:,.0f}; the devices have {have}"
     )

@@ -61,7 +61,7 @@ class Timeline:
         return 1.0 - busy / whole if whole else 0.0
 
     def peak_activations(self) -> list[int]:
-        """By device, how many micro-batches' activations of one stage it holds at most: from a forward pass to its (whole) backward pass."""
+        """By device, how many micro-batches' activations of one stage it holds at most: from a forward pass to its backward pass."""
         last = WEIGHT if self.schedule.splits_backward else BACKWARD
         peaks = []
         for device in range(self.schedule.num_devices):
