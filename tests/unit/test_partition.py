@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unidist.errors import UnsupportedError
@@ -31,6 +31,7 @@ def all_cuts(layers, devices):
             continue
 
 
+@settings(deadline=None)
 @given(problems())
 def test_no_cut_is_better(problem):
     layers, devices = problem

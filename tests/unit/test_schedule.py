@@ -4,7 +4,7 @@ import itertools
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unidist.errors import UnsupportedError
@@ -22,6 +22,7 @@ def made(size):
     return make_schedule(name, devices, microbatches)
 
 
+@settings(deadline=None)
 @given(SIZES, st.lists(st.floats(0.125, 4.0), min_size=4, max_size=4))
 def test_every_pass_runs_once_and_after_what_it_needs(size, durations):
     schedule = made(size)
@@ -84,6 +85,7 @@ def test_what_cannot_be():
         make_schedule("1f1b", 4, 6, 2)
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_drawings(size):
     timeline = simulate(made(size))
