@@ -7,7 +7,7 @@ import pytest
 
 from unidist.testing import plugin
 
-# Minutes on two cores; a run that takes half as long again fails, since a slow suite is not run. Parts of it overlap: launches run beside tests.
+# Minutes on two cores; a run that takes half as long again fails, since a slow suite is not run.
 BUDGET = 28.0
 _started = time.monotonic()
 
