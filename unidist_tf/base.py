@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -169,9 +169,19 @@ class TFBackend(Backend):
         """How the batch last drawn counts: a number, or in a traced function a tensor that is read whenever it runs."""
         return self.shares.seen().scale if tf.executing_eagerly() else self.shares.traced_scale()
 
-    def _bounded(self, operation: str) -> contextlib.AbstractContextManager[Any]:
-        """Around a call that may wait for other ranks."""
-        return self.control.waiting(operation)
+    @contextlib.contextmanager
+    def _bounded(self, operation: str) -> Iterator[None]:
+        """Around a call that may wait for other ranks: it is bounded in time, and its errors are unidist's."""
+        with self.control.waiting(operation):
+            try:
+                yield
+            except tf.errors.OpError as error:
+                explained = self._explained(operation, error)
+                raise explained from (error if explained is not error else None)
+
+    def _explained(self, operation: str, error: tf.errors.OpError) -> Exception:
+        """An engine's error as unidist's, with the ranks that it doesn't name; TensorFlow's other errors as they are."""
+        return error  # type: ignore[no-any-return]
 
     def _later_scale(self) -> Any:
         """How a gradient that is taken here will count later, in `apply`; 0 for a borrowed sample."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -118,16 +117,6 @@ class Horovod(TFBackend):
         for flags in found:
             result = [g if flag else None for g, flag in zip(result, flags.numpy().tolist())]
         return result, total
-
-    @contextlib.contextmanager
-    def _bounded(self, operation: str) -> Iterator[None]:
-        """Around an eager operation: it is bounded in time, and its errors are unidist's."""
-        with self.control.waiting(operation):
-            try:
-                yield
-            except tf.errors.OpError as error:
-                explained = self._explained(operation, error)
-                raise explained from (error if explained is not error else None)
 
     def _explained(self, operation: str, error: tf.errors.OpError) -> Exception:
         """Horovod's errors as unidist's, with the ranks that it doesn't name; TensorFlow's own errors as they are."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -228,16 +228,6 @@ class Mirrored(TFBackend):
             return total
         begin, size = tensors.rows_of(tf.shape(tensor)[0], place, parts)
         return total[begin : begin + size]
-
-    @contextlib.contextmanager
-    def _bounded(self, operation: str) -> Iterator[None]:
-        """Around an operation that may wait for other processes: it is bounded in time, and its errors are unidist's."""
-        with self.control.waiting(operation):
-            try:
-                yield
-            except tf.errors.OpError as error:
-                explained = self._explained(operation, error)
-                raise explained from (error if explained is not error else None)
 
     def _explained(self, operation: str, error: tf.errors.OpError) -> Exception:
         """TensorFlow's errors of collectives as unidist's, with the ranks that it doesn't name; its other errors as they are."""
