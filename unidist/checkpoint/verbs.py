@@ -45,12 +45,8 @@ def save(
     one is complete, and all raise when it could not be written: OSError, FileExistsError where another folder is, TypeError naming a value
     that can't be stored, MismatchError when the ranks pass different objects, CollectiveTimeoutError when a rank does not come.
     """
-    backend = current_backend()
+    backend, given, store, parts = _begin("save", model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data)
     control = backend.control
-    given = _given(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data)
-    _come(backend, "save", given)
-    store: Store = backend._store()
-    parts = attempt(control, "save", lambda: _parts(store, given))
     models = _models(given)
     states = control.gather("save's random states", json.dumps(streams.random_state(store, models)))
     backend._end_of_pass()
@@ -68,12 +64,8 @@ def load(path: StrPath, *, model: Any = None, optimizer: Any = None, scheduler: 
     Parameters that were frozen in the saved job may be new in the optimizer, and begin without state; the state of parameters that
     are frozen now is dropped. Raises FileNotFoundError where no checkpoint is, ValueError for a damaged one or another version.
     """
-    backend = current_backend()
+    backend, given, store, parts = _begin("load", model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data)
     control = backend.control
-    given = _given(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data)
-    _come(backend, "load", given)
-    store: Store = backend._store()
-    parts = attempt(control, "load", lambda: _parts(store, given))
     files = _share(backend, attempt(control, "load", lambda: folder.read(path), here=backend.world.rank == 0))
     manifest = folder.parse(files.pop(folder.MANIFEST), str(path))
     attempt(control, "load", lambda: _check(backend, parts, manifest))
@@ -81,6 +73,15 @@ def load(path: StrPath, *, model: Any = None, optimizer: Any = None, scheduler: 
     if optimizer is not None:
         streams.set_random_state(store, manifest["random"], backend.world.rank, _models(given))
     return tree.decode(manifest["extra"], lambda slot: None)
+
+
+def _begin(verb: str, **objects: Any) -> tuple[Backend, dict[str, dict[str, Any]], Store, Any]:
+    """What both verbs do first, on all ranks together: (backend, what was given, the framework's store, its parts)."""
+    backend = current_backend()
+    given = _given(**objects)
+    _come(backend, verb, given)
+    store: Store = backend._store()
+    return backend, given, store, attempt(backend.control, verb, lambda: _parts(store, given))
 
 
 def _given(**objects: Any) -> dict[str, dict[str, Any]]:

@@ -56,16 +56,21 @@ def loss_scale(bench: Bench, trial: Trial) -> None:
     unidist.assert_replicas_equal(optimizer)
 
 
-@check(1, "one inf on one replica: all skip the update and halve the scale", flavours="keras", few=True,
-       cases={"step": {}, "clipped": {"clip_value": 1.0}, "window": {"gradient_accumulation_steps": 2}, "fit": None})  # fmt: skip
-def loss_scale_inf(bench: Bench, options: Any) -> None:
-    """Toy W1 on x = 1 .. n; in the first of two batches the last sample's target is infinite."""
+def _poisoned(bench: Bench) -> tuple[int, Any, Any, Any, Any]:
+    """Toy W1 on two batches of n samples: (n, x, y, model, scaling optimizer); the target of the first batch's last sample is infinite."""
     n = 2 * bench.replicas
     x = np.arange(1.0, 2 * n + 1).reshape(-1, 1)
     y = 2 * x
     y[n - 1] = np.inf
     model = bench.model("linear", {"0/kernel": np.ones((1, 1))})
     optimizer = scaling(bench, "plain", model, rate=2.0**-9)
+    return n, x, y, model, optimizer
+
+
+@check(1, "one inf on one replica: all skip the update and halve the scale", flavours="keras", few=True,
+       cases={"step": {}, "clipped": {"clip_value": 1.0}, "window": {"gradient_accumulation_steps": 2}, "fit": None})  # fmt: skip
+def loss_scale_inf(bench: Bench, options: Any) -> None:
+    n, x, y, model, optimizer = _poisoned(bench)
     if options is None:
         with unidist.scope():
             model.compile(optimizer, loss="mse")
@@ -87,12 +92,7 @@ def loss_scale_inf(bench: Bench, options: Any) -> None:
 @check(1, "a LossScaleOptimizer in an own traced loop, reduced before or in apply", flavours="keras", needs=(exchanges_in_apply,),
        cases={"apply": False, "reduce-then-apply": True})  # fmt: skip
 def loss_scale_own_loop(bench: Bench, reduce: bool) -> None:
-    n = 2 * bench.replicas
-    x = np.arange(1.0, 2 * n + 1).reshape(-1, 1)
-    y = 2 * x
-    y[n - 1] = np.inf
-    model = bench.model("linear", {"0/kernel": np.ones((1, 1))})
-    optimizer = scaling(bench, "plain", model, rate=2.0**-9)
+    n, x, y, model, optimizer = _poisoned(bench)
     loss = bench.loss("linear", "mean")
     step = bench.own_step(model, optimizer, lambda outputs, targets: optimizer.scale_loss(loss(outputs, targets)), reduce=reduce)
     data = unidist.wrap_data((x, y), global_batch_size=n)
